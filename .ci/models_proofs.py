@@ -123,15 +123,21 @@ def built() -> tuple[Built, ...]:
 
 def builders_in(tree: ast.Module) -> Iterator[tuple[str, str]]:
     """Modules of ``SUPPORT`` and their builders that are named there, or that make a fixture that is asked for."""
-    modules, named = imports(tree), list(ast.walk(tree))
-    for node in named:
+    yield from builders_called(tree)
+    asked = (node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
+    for name in asked:
+        yield from fixtures().get(name, ())
+
+
+def builders_called(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Modules of ``SUPPORT`` and their builders that are named there."""
+    modules = imports(tree)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
             module, name = modules[node.value.id]
             yield from builders(f"{module}.{name}", node.attr)
         elif isinstance(node, ast.Name) and node.id in modules:
             yield from builders(*modules[node.id])
-        elif isinstance(node, ast.arg) and node.arg in fixtures():
-            yield from fixtures()[node.arg]
 
 
 @cache
@@ -140,7 +146,7 @@ def fixtures() -> dict[str, tuple[tuple[str, str], ...]]:
     tree = ast.parse((TESTS / "conftest.py").read_text())
     imported = [node for node in tree.body if isinstance(node, ast.ImportFrom | ast.Import)]
     made = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    return {one.name: tuple(builders_in(ast.Module([*imported, *one.body], []))) for one in made}
+    return {one.name: tuple(builders_called(ast.Module([*imported, *one.body], []))) for one in made}
 
 
 def imports(tree: ast.Module) -> dict[str, tuple[str, str]]:

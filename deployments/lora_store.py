@@ -1,4 +1,7 @@
-"""Adapters that clients add at run time: rows of the database, and one folder for each in the data directory."""
+"""Adapters that clients add at run time: rows of the database, and one folder for each in the data directory.
+
+``http/routes/loras.py`` checks names and bytes, ``pipelines/lora/lora_cache.py`` what is in the files.
+"""
 
 from __future__ import annotations
 

@@ -10,7 +10,15 @@ from functools import partial
 from typing import Any
 
 from pipelines.caching import computed_steps
-from pipelines.request import MediaKind, MediaRequest, check_second_stage
+from pipelines.request import (
+    MediaKind,
+    MediaRequest,
+    check_control_guidance,
+    check_frame_indices,
+    check_keep_audio,
+    check_second_stage,
+    check_sound_samples,
+)
 from pipelines.size import MAX_SIDES, Size, SizeLimits, check_frames, largest_num_frames
 from pipelines.solver import NO_SOLVER_LIMITS, SolverLimits
 from pipelines.wording import counted
@@ -70,6 +78,10 @@ class Defaults:
     """Fewest frames of a clip that comes along, at ``video_fps``."""
     video_fps: int = 0
     """Rate at which the model takes a clip that comes along; 0: that of the result."""
+    max_videos: int = 1
+    """Most clips that come along, if it takes any."""
+    video_sound_rate: int = 0
+    """Samples a second of the sound of clips that the model hears (``keep_audio``); 0: it hears none."""
     needs_video: bool = False
     """Requests must have a clip."""
     video_needs_lora: bool = False
@@ -193,7 +205,7 @@ class Defaults:
             "first_chunk_steps": 1,
             "make_sound": False,
         }
-        whole |= {"chunk_overlap": 0, "stage_scale": 0.0}
+        whole |= {"chunk_overlap": 0, "stage_scale": 0.0, "max_videos": 1, "video_sound_rate": 0}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
 
@@ -283,7 +295,8 @@ class Defaults:
         yield "num_pictures", partial(self.check_num_pictures, number, has_video=request.num_video_frames > 0)
         yield "frame_indices", partial(self.check_frame_indices, request)
         yield "has_mask", partial(self.check_mask, number, has_mask, has_video=request.num_video_frames > 0)
-        yield "num_video_frames", partial(self.check_video, request.num_video_frames, number, request.num_frames)
+        yield "num_video_frames", partial(self._check_videos, request)
+        yield "sound_samples", partial(self.check_kept_sound, request)
         yield "has_control", partial(self.check_control, request.has_control)
         yield "control_scale", partial(self.check_control_scale, request)
         yield "control_guidance_start", partial(self.check_control_guidance, request)
@@ -381,23 +394,10 @@ class Defaults:
             raise ValueError("no reference came along: send pictures as input_reference, or a clip as video")
 
     def check_frame_indices(self, request: MediaRequest) -> None:
-        indices, number = request.frame_indices, request.num_pictures
-        if not self.takes_frame_indices:
-            if indices:
-                raise ValueError("frame_indices are not for this model: leave them out")
-            return
-        if not indices and number > 2:
-            raise ValueError(f"{number} pictures came along: say in frame_indices to which frames they belong")
-        if indices and len(indices) != number:
-            raise ValueError(f"frame_indices has {len(indices)} numbers, and {counted(number, *PICTURES)} came along")
-        if wrong := [one for one in indices if not -request.num_frames <= one < request.num_frames]:
-            allowed = f"from 0 to {request.num_frames - 1}, or from -{request.num_frames} to -1, counted from the end"
-            raise ValueError(f"frame_indices has {wrong[0]}; it must be {allowed}")
-        if len(set(self.keyframes(request))) < number:
-            raise ValueError(
-                f"two pictures belong to one place of the clip: frame 0 is one, then each {self.frame_multiple} frames "
-                "are; give frame_indices further apart, a longer clip, or fewer pictures"
-            )
+        if self.takes_frame_indices:
+            check_frame_indices(request, self.keyframes(request), self.frame_multiple)
+        elif request.frame_indices:
+            raise ValueError("frame_indices are not for this model: leave them out")
 
     def keyframes(self, request: MediaRequest) -> tuple[int, ...]:
         """Return the place of each input picture, counted in frames of latents: 0, then ``frame_multiple`` frames each.
@@ -426,11 +426,34 @@ class Defaults:
             raise ValueError("a clip came along; this model takes none: leave video out, or take another model")
         if num_pictures and not self.takes_both:
             raise ValueError("a clip and a picture came along; this model takes one of them")
+        self._check_video_length(num_video_frames)
+        if num_frames == 1 < num_video_frames:
+            raise ValueError("a clip came along, and num_frames is 1; make it larger, or leave video out")
+
+    def _check_video_length(self, num_video_frames: int) -> None:
         if not self.min_video_frames <= num_video_frames <= self.max_video_frames:
             allowed = f"from {self.min_video_frames} to {self.max_video_frames}"
             raise ValueError(f"video has {num_video_frames} frames at the clip's rate; this model takes {allowed}")
-        if num_frames == 1 < num_video_frames:
-            raise ValueError("a clip came along, and num_frames is 1; make it larger, or leave video out")
+
+    def check_num_videos(self, number: int) -> None:
+        if number > 1 and number > self.max_videos:
+            raise ValueError(f"{number} clips came along; this model takes {self.max_videos} at most")
+
+    def _check_videos(self, request: MediaRequest) -> None:
+        self.check_video(request.num_video_frames, request.num_pictures, request.num_frames)
+        self.check_num_videos(1 + len(request.further_video_frames))
+        for number in request.further_video_frames:
+            self._check_video_length(number)
+
+    def check_keep_audio(self, sound: bool | None = None) -> None:
+        """Raise ValueError if the sound of clips cannot be kept. ``sound``: what the request says of the result's."""
+        makes_sound = self.make_sound if sound is None else sound
+        check_keep_audio(self.max_video_frames > 0, self.video_sound_rate > 0, makes_sound, self.keeps_length)
+
+    def check_kept_sound(self, request: MediaRequest) -> None:
+        if request.sound_samples:
+            self.check_keep_audio(request.sound)
+            check_sound_samples(request.sound_samples)
 
     def check_control(self, has_control: bool) -> None:
         if has_control and not self.takes_control:
@@ -443,26 +466,11 @@ class Defaults:
             allowed = "this model has none to set" if self.takes_control else "this model takes no control picture"
             raise ValueError(f"control_scale is {request.control_scale:g}; {allowed}: leave it out")
         if request.control_scale is not None and self.takes_control and not request.has_control:
-            raise ValueError(
-                f"control_scale is {request.control_scale:g}, and no control picture came along: send one as "
-                "control_image, or leave it out"
-            )
+            missing = "no control picture came along: send one as control_image, or leave it out"
+            raise ValueError(f"control_scale is {request.control_scale:g}, and {missing}")
 
     def check_control_guidance(self, request: MediaRequest) -> None:
-        start, end = request.control_guidance_start, request.control_guidance_end
-        if (start, end) == (None, None):
-            return
-        if not self.takes_control_guidance:
-            raise ValueError("control_guidance_start and control_guidance_end are not for this model; leave them out")
-        if not request.has_control:
-            raise ValueError(
-                "control_guidance_start and control_guidance_end are for a control picture, and none came along: send "
-                "one as control_image, or leave them out"
-            )
-        start, end = start or 0.0, 1.0 if end is None else end
-        if not 0 <= start < end <= 1:
-            allowed = "it must be from 0 to 1 and below control_guidance_end"
-            raise ValueError(f"control_guidance_start is {start:g} and control_guidance_end {end:g}; {allowed}")
+        check_control_guidance(request, is_taken=self.takes_control_guidance)
 
     def _num_video_frames(self, size: Size) -> int:
         """Return the frames of a clip for a request of ``size``."""

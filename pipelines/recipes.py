@@ -1,4 +1,7 @@
-"""Named ways to use a model: adapters, solver, steps and guidance as defaults of a request. Needs no torch."""
+"""Named ways to use a model: adapters, solver, steps and guidance as defaults of a request. Needs no torch.
+
+The values of published recipes are in ``ModelSpec.recipes`` of each family.
+"""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from engines.core.model import Mix, normal_mix
 from engines.core.spec import Attention
 from pipelines.caching import CacheMode, computed_steps, control_changes
 from pipelines.solver import AS_THE_MODEL, Solver
+from pipelines.wording import counted
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -110,6 +111,12 @@ class MediaRequest:
     """A mask comes with the input pictures, or with the clip."""
     num_video_frames: int = 0
     """Frames of the ``InputVideo``, which only the encoder receives; 0: none."""
+    further_video_frames: tuple[int, ...] = ()
+    """Frames of each further clip, in the client's order."""
+    sound_samples: tuple[int, ...] = ()
+    """Samples a channel of each clip's sound, 0 without one; empty: the request keeps no sound of clips."""
+    copies_sound: bool = False
+    """The result gets the sound of its clip, which the model does not hear."""
     has_control: bool = False
     """A control picture comes along, such as edges or depths."""
     control_scale: float | None = None
@@ -210,6 +217,61 @@ def check_second_stage(request: MediaRequest, scale: float) -> None:
         raise ValueError("num_frames is 1, and a second pass is for clips: make it larger, or leave that out")
 
 
+def check_sound_samples(sound_samples: tuple[int, ...]) -> None:
+    """Raise ValueError if all clips of a request that keeps their sound have none."""
+    if not any(sound_samples):
+        raise ValueError("keep_audio is true, and no clip with a sound came along: leave it out, or send one")
+
+
+def check_keep_audio(takes_clips: bool, hears_clips: bool, makes_sound: bool, keeps_length: bool) -> None:
+    """Raise ValueError if a model can neither hear the sound of a clip nor copy it into the result."""
+    if hears_clips:
+        return
+    if not takes_clips:
+        raise ValueError("keep_audio is true; this model takes no clip whose sound it could keep: leave it out")
+    if makes_sound:
+        raise ValueError("keep_audio is true; this model makes a sound of its own, and hears none: leave it out")
+    if not keeps_length:
+        beside = "the result of this model does not run beside the clip, and it hears none"
+        raise ValueError(f"keep_audio is true; {beside}: leave it out")
+
+
+def check_frame_indices(request: MediaRequest, places: tuple[int, ...], frame_multiple: int) -> None:
+    """Raise ValueError unless the input pictures have different ``places``, one for ``frame_multiple`` frames each."""
+    indices, number = request.frame_indices, request.num_pictures
+    if not indices and number > 2:
+        raise ValueError(f"{number} pictures came along: say in frame_indices to which frames they belong")
+    if indices and len(indices) != number:
+        came = counted(number, "picture", "pictures")
+        raise ValueError(f"frame_indices has {len(indices)} numbers, and {came} came along")
+    if wrong := [one for one in indices if not -request.num_frames <= one < request.num_frames]:
+        allowed = f"from 0 to {request.num_frames - 1}, or from -{request.num_frames} to -1, counted from the end"
+        raise ValueError(f"frame_indices has {wrong[0]}; it must be {allowed}")
+    if len(set(places)) < number:
+        raise ValueError(
+            f"two pictures belong to one place of the clip: frame 0 is one, then each {frame_multiple} frames "
+            "are; give frame_indices further apart, a longer clip, or fewer pictures"
+        )
+
+
+def check_control_guidance(request: MediaRequest, *, is_taken: bool) -> None:
+    """Raise ValueError if ``request`` has shares of the steps for a control that are wrong, or not ``is_taken``."""
+    start, end = request.control_guidance_start, request.control_guidance_end
+    if (start, end) == (None, None):
+        return
+    if not is_taken:
+        raise ValueError("control_guidance_start and control_guidance_end are not for this model; leave them out")
+    if not request.has_control:
+        raise ValueError(
+            "control_guidance_start and control_guidance_end are for a control picture, and none came along: send "
+            "one as control_image, or leave them out"
+        )
+    start, end = start or 0.0, 1.0 if end is None else end
+    if not 0 <= start < end <= 1:
+        allowed = "it must be from 0 to 1 and below control_guidance_end"
+        raise ValueError(f"control_guidance_start is {start:g} and control_guidance_end {end:g}; {allowed}")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepKind:
     """All of a request that decides how long one of its steps takes. Steps of equal kinds take equally long."""
@@ -249,8 +311,10 @@ class StepKind:
 
 def _clip_kind(request: MediaRequest) -> str:
     """Return what tells how long the clip is that came along; "clip" if as long as the result."""
-    number = request.num_video_frames
-    return f"clip={number}" if number not in (0, request.num_frames) else "clip" * bool(number)
+    number, further = request.num_video_frames, "".join(f"+{one}" for one in request.further_video_frames)
+    sounds = ",sound" if any(request.sound_samples) and not request.copies_sound else ""
+    first = f"clip={number}" if number not in (0, request.num_frames) else "clip" * bool(number)
+    return f"{first}{further}{sounds}"
 
 
 Mode = Literal["RGB", "RGBA", "L"]
@@ -305,8 +369,29 @@ class InputPicture:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class InputSound:
+    """The validated, decoded sound of a clip. It begins with the clip and ends no later."""
+
+    num_channels: int
+    """1 or 2."""
+    rate: int
+    """Samples a second: the model's, or ``COPIED_RATE``."""
+    data: bytes
+    """32-bit float samples in [-1, 1], one channel after another."""
+
+    @property
+    def num_samples(self) -> int:
+        """Samples a channel."""
+        return len(self.data) // 4 // self.num_channels
+
+
+COPIED_RATE = 48_000
+"""Samples a second of a sound that becomes that of the result."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class InputVideo:
-    """A validated, decoded clip without sound: upright RGB frames at a constant rate, in the size of the request."""
+    """A validated, decoded clip: upright RGB frames at a constant rate, in the size of the request."""
 
     width: int
     """Pixels of a row."""
@@ -318,6 +403,8 @@ class InputVideo:
     """Rate of the request, unless the model takes clips at its own (``Defaults.video_fps``)."""
     data: bytes
     """8-bit RGB pixels of all frames, one after another."""
+    sound: InputSound | None = None
+    """Its sound, if the request keeps it and the file has one."""
 
     def frames(self) -> list[Image]:
         from PIL import Image
@@ -337,15 +424,23 @@ class InputPictures:
     """Mode "L", white where to paint."""
     video: InputVideo | None = None
     """Clip that came along; None: there is none."""
+    further_videos: tuple[InputVideo, ...] = ()
+    """Clips after the first, in the client's order."""
     video_mask: InputVideo | None = None
     """Mask with the frames and size of the clip, white where the clip is made anew."""
     control: InputPicture | None = None
     """Edges, depths or poses that the result follows."""
 
     @property
+    def videos(self) -> tuple[InputVideo, ...]:
+        """All clips, in the client's order."""
+        return () if self.video is None else (self.video, *self.further_videos)
+
+    @property
     def num_bytes(self) -> int:
-        """Memory of all pixels."""
-        others = (self.mask, self.video, self.video_mask, self.control)
+        """Memory of all pixels and samples."""
+        sounds = (one.sound for one in self.videos)
+        others = (self.mask, *self.videos, *sounds, self.video_mask, self.control)
         return sum(len(one.data) for one in (*self.pictures, *others) if one is not None)
 
     def over(self, colour: str) -> InputPictures:

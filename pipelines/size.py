@@ -1,4 +1,4 @@
-"""Sizes in text form: "1024x768" in pixels, and for clips "832x480x81" with the number of frames."""
+"""Sizes in text form ("1024x768" in pixels, for clips "832x480x81" with frames), and those that a model allows."""
 
 from __future__ import annotations
 

@@ -191,7 +191,6 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
-        gc.collect()
         gc.freeze()
         gc.set_threshold(*RARE_SEARCHES)
         gc.enable()

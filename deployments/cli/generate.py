@@ -32,13 +32,14 @@ class Inputs:
     """Picture or clip that is white where to paint."""
     control_image: Path | None = None
     """Picture of edges, depths or a pose to follow."""
-    video: Path | None = None
-    """Clip to change or to go on from."""
+    videos: Sequence[Path] = ()
+    """Clips to change, to go on from, or to refer to."""
 
     def read(self) -> list[tuple[str, tuple[str, bytes]]]:
         """Return their contents with their form fields. ValueError if one cannot be read."""
-        others = (("mask", self.mask), ("control_image", self.control_image), ("video", self.video))
+        others = (("mask", self.mask), ("control_image", self.control_image))
         named = [("image", path) for path in self.images] + [(name, path) for name, path in others if path is not None]
+        named += [("video", path) for path in self.videos]
         try:
             return [(name, (path.name, path.read_bytes())) for name, path in named]
         except OSError as error:
@@ -51,7 +52,9 @@ class Inputs:
             has_mask=self.mask is not None,
             strength=options.get("strength"),
             num_layers=options.get("layers"),
-            has_video=self.video is not None,
+            has_video=bool(self.videos),
+            num_videos=len(self.videos),
+            keeps_audio=bool(options.get("keep_audio")),
             has_control=self.control_image is not None,
         )
 
@@ -135,7 +138,7 @@ def _check_mask_of_clip(model: dict[str, Any], inputs: Inputs) -> None:
     """Raise ValueError for a mask without a clip, and if the model takes none."""
     if not model["defaults"].get("masks_video"):
         raise ValueError(f"{model['id']} makes clips without a mask: leave --mask out, or choose another --model")
-    if inputs.video is None:
+    if not inputs.videos:
         raise ValueError("--mask says where a clip is made anew: add --video FILE")
 
 

@@ -48,6 +48,9 @@ TRUE_CFG_HELP = (
     "Scale of classifier-free guidance: 1 turns it off, more takes twice the time. --negative-prompt needs it."
 )
 ImageOption = Annotated[list[Path] | None, typer.Option(help="An input picture; may be repeated.")]
+VideoOption = Annotated[
+    list[Path] | None, typer.Option(help="A clip to change, to go on from or to refer to; may be repeated.")
+]
 LoraOption = Annotated[list[str] | None, typer.Option(help="An adapter, NAME or NAME:SCALE; may be repeated.")]
 CacheOption = Annotated[
     Literal["off", "conservative", "fast"] | None, typer.Option(help="Skip forwards of steps that hardly differ.")
@@ -88,7 +91,8 @@ def generate(
     mask: Annotated[Path | None, typer.Option(help=MASK_HELP)] = None,
     control_image: Annotated[Path | None, typer.Option(help="A picture to follow: edges, depths, a pose.")] = None,
     control_scale: Annotated[float | None, typer.Option(help="Weight of --control-image.")] = None,
-    video: Annotated[Path | None, typer.Option(help="A clip to change or to go on from.")] = None,
+    video: VideoOption = None,
+    keep_audio: Annotated[bool | None, typer.Option(help="Keep the sound of --video.")] = None,
     strength: Annotated[float | None, typer.Option(help="Share of the picture or clip to repaint, up to 1.")] = None,
     layers: Annotated[int | None, typer.Option(help="Layers to split a picture into, in numbered files.")] = None,
     config: ConfigOption = "",
@@ -97,15 +101,24 @@ def generate(
     api_key: OldKeyOption = None,
 ) -> None:
     """Make a picture or a clip from a prompt, with or without input files."""
-    from deployments.cli import generate as generating
-
     words = {"model": model, "size": size, "negative_prompt": negative_prompt, "lora": lora or None, "cache": cache}
     counts = {"num_inference_steps": steps, "seed": seed, "n": n, "num_frames": frames, "fps": fps, "layers": layers}
-    others = {"generate_sound": sound, "enhance_prompt": enhance_prompt, "recipe": recipe, "strength": strength}
+    others = {"enhance_prompt": enhance_prompt, "recipe": recipe, "strength": strength, "generate_sound": sound}
     scales = {"guidance_scale": guidance_scale, "true_cfg_scale": true_cfg_scale, "control_scale": control_scale}
-    options = {name: value for name, value in {**words, **counts, **others, **scales}.items() if value is not None}
-    inputs = generating.Inputs(images=image or (), mask=mask, control_image=control_image, video=video)
-    with _client(config, url, api_key_file) as client:
+    given = {"keep_audio": keep_audio, **words, **counts, **others, **scales}
+    options = {name: value for name, value in given.items() if value is not None}
+    files = {"images": image or (), "mask": mask, "control_image": control_image, "videos": video or ()}
+    _generate((config, url, api_key_file), prompt, out, options, files)
+
+
+def _generate(
+    place: tuple[str, str, Path | None], prompt: str, out: Path, options: dict[str, Any], files: dict[str, Any]
+) -> None:
+    """Run the command on the server at ``place``; ``files`` are the fields of ``Inputs``."""
+    from deployments.cli import generate as generating
+
+    inputs = generating.Inputs(**files)
+    with _client(*place) as client:
         generating.generate(client, prompt, out, options, inputs)
 
 

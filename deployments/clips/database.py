@@ -113,6 +113,10 @@ def record_of(row: ClipRow) -> ClipRecord:
     )
 
 
+TUPLES = ("preview_steps", "frame_indices", "further_video_frames", "sound_samples")
+"""Fields of ``MediaRequest`` that JSON has as lists of numbers."""
+
+
 def to_json(record: MediaRequest | ClipError | StageTimes) -> str:
     return json.dumps(asdict(record))
 
@@ -126,7 +130,7 @@ def request_from_json(text: str) -> MediaRequest:
     }
     solver = Solver(**settings)
     second = second_stage_of(fields.get("second_stage"))
-    lists = {name: tuple(fields.get(name, ())) for name in ("preview_steps", "frame_indices")}
+    lists = {name: tuple(fields.get(name, ())) for name in TUPLES}
     return MediaRequest(**fields | lists | {"loras": loras, "solver": solver, "second_stage": second})
 
 

@@ -6,18 +6,20 @@ import errno
 import io
 import os
 import shutil
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Literal
 
 from sqlalchemy import exc
 
 from deployments.places import make_private, write_privately
-from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
+from pipelines.request import InputPicture, InputPictures, InputSound, InputVideo, MediaRequest
 
 MIN_FREE_BYTES = 32 << 20
 """Below this the disk counts as full. The rest is for records of running clips and for deletions."""
@@ -28,6 +30,8 @@ Variant = Literal["video", "thumbnail", "preview"]
 FILE_NAMES: dict[Variant, str] = {"video": "clip.mp4", "thumbnail": "thumbnail.webp", "preview": "preview.png"}
 CONTENT_TYPES: dict[Variant, str] = {"video": "video/mp4", "thumbnail": "image/webp", "preview": "image/png"}
 MASK_NAME, VIDEO_NAME, VIDEO_MASK_NAME = "input-mask.png", "input-video.rgb", "input-video-mask.rgb"
+SOUND_HEAD = struct.Struct("<II")
+"""Rate and channels of a sound, before its samples."""
 PNG_LEVEL = 0
 """No compression, for speed: the files are deleted with the finished clip."""
 DATABASE_FAILURES = (exc.DBAPIError, exc.TimeoutError)
@@ -200,6 +204,11 @@ def input_files(inputs: InputPictures) -> Iterator[tuple[str, bytes]]:
         yield MASK_NAME, png(inputs.mask)
     if inputs.video is not None:
         yield VIDEO_NAME, inputs.video.data
+    for index, video in enumerate(inputs.further_videos, 1):
+        yield further_name(index), video.data
+    for index, video in enumerate(inputs.videos):
+        if video.sound is not None:
+            yield sound_name(index), sound_bytes(video.sound)
     if inputs.video_mask is not None:
         yield VIDEO_MASK_NAME, inputs.video_mask.data
 
@@ -209,15 +218,37 @@ def inputs_of(request: MediaRequest, read: Callable[[str], bytes]) -> InputPictu
     pictures = tuple(read_png(read(input_name(index))) for index in range(request.num_pictures))
     if not request.num_video_frames:
         return InputPictures(pictures=pictures, mask=read_png(read(MASK_NAME)) if request.has_mask else None)
-    video = video_of(request, read(VIDEO_NAME))
+    sounds = (read_sound(read(sound_name(index))) if one else None for index, one in enumerate(request.sound_samples))
+    videos = [video_of(request, read(VIDEO_NAME))]
+    for index, number in enumerate(request.further_video_frames, 1):
+        videos.append(replace(video_of(request, read(further_name(index))), num_frames=number))
+    first, *further = [replace(video, sound=sound) for video, sound in zip_longest(videos, sounds)]
     mask = video_of(request, read(VIDEO_MASK_NAME)) if request.has_mask else None
-    return InputPictures(pictures=pictures, video=video, video_mask=mask)
+    return InputPictures(pictures=pictures, video=first, further_videos=tuple(further), video_mask=mask)
 
 
 def video_of(request: MediaRequest, data: bytes) -> InputVideo:
     """Return the clip that came along with ``request``, or its mask, from the pixels."""
-    size = {"width": request.width, "height": request.height, "num_frames": request.num_video_frames}
-    return InputVideo(**size, fps=request.fps, data=data)
+    num_frames = request.num_video_frames
+    return InputVideo(width=request.width, height=request.height, num_frames=num_frames, fps=request.fps, data=data)
+
+
+def further_name(index: int) -> str:
+    return f"input-video-{index}.rgb"
+
+
+def sound_name(index: int) -> str:
+    return f"input-sound-{index}.f32"
+
+
+def sound_bytes(sound: InputSound) -> bytes:
+    return SOUND_HEAD.pack(sound.rate, sound.num_channels) + sound.data
+
+
+def read_sound(data: bytes) -> InputSound:
+    """Return what ``sound_bytes`` wrote."""
+    rate, num_channels = SOUND_HEAD.unpack_from(data)
+    return InputSound(num_channels=num_channels, rate=rate, data=data[SOUND_HEAD.size :])
 
 
 def input_name(index: int) -> str:

@@ -127,8 +127,9 @@ class ApiContext:
             if kind == "image":
                 self.admission.check_place(card.name, gang_in_s)
             if read is not None and sources.video is not None:
+                first, *further = [await read(one, "video") for one in sources.videos]
                 mask = None if sources.video_mask is None else await read(sources.video_mask, "mask")
-                sources = replace(sources, video=await read(sources.video, "video"), video_mask=mask)
+                sources = replace(sources, video=first, further_videos=tuple(further), video_mask=mask)
             pictures = await self._decoded(sources, partial(rules.video_form, body))
             pictures = pictures if body.ground is None else await asyncio.to_thread(pictures.over, body.ground)
         return ResolvedRequest(card=card, body=body, pictures=pictures)

@@ -14,6 +14,7 @@ from deployments.requests.fields import (
     MAX_SEED,
     RANDOM_SEED,
     RESULT_BACKGROUNDS,
+    WITHOUT_NUL,
     Background,
     Count,
     FrameIndices,
@@ -30,9 +31,8 @@ from deployments.requests.fields import (
     Size,
     Steps,
     Strength,
-    Text,
-    Video,
     VideoMask,
+    Videos,
     WrittenQuality,
 )
 from deployments.requests.pictures.sources import Sources
@@ -233,8 +233,10 @@ class WebhookBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    url: Annotated[Text, StringConstraints(max_length=2048)] = Field(description="At a host that the server allows.")
-    secret: Annotated[Text, StringConstraints(max_length=128)] = Field(
+    url: Annotated[str, StringConstraints(max_length=2048), WITHOUT_NUL] = Field(
+        description="At a host that the server allows."
+    )
+    secret: Annotated[str, StringConstraints(max_length=128), WITHOUT_NUL] = Field(
         description="whsec_ and the base64 of 24 to 64 random bytes, by which messages are signed."
     )
 
@@ -252,8 +254,15 @@ class VideoBody(MediaBody):
         description="The frame of each picture, counted from 0, or from the end with -1; for models that take it. In a "
         "form: the text of the JSON.",
     )
-    video: Video | None = Field(
-        None, description="The clip to change or to continue: MP4, MOV, WebM or GIF, or the id of a file or a clip."
+    video: Videos | None = Field(
+        None,
+        description="The clip to change or to continue: MP4, MOV, WebM or GIF, or the id of a file or a clip; several "
+        "for models that take them.",
+    )
+    keep_audio: bool | None = Field(
+        None,
+        description="Whether the sound of video is kept: models that hear it take it as a reference, others put it "
+        "into the result.",
     )
     mask: VideoMask | None = Field(
         None,
@@ -291,7 +300,14 @@ class VideoBody(MediaBody):
     def sources(self) -> Sources:
         """See ``MediaBody.sources``."""
         pictures = self.input_reference or ()
-        return Sources(param="input_reference", pictures=pictures, video=self.video, video_mask=self.mask)
+        video, *further = self.video or (None,)
+        return Sources(
+            param="input_reference",
+            pictures=pictures,
+            video=video,
+            further_videos=tuple(one for one in further if one is not None),
+            video_mask=self.mask,
+        )
 
 
 class PageQuery(BaseModel):

@@ -82,6 +82,10 @@ def _video(written: object) -> bytes | str:
     raise PydanticCustomError("video", VIDEO_SENTENCE)
 
 
+def _videos(written: object) -> tuple[bytes | str, ...]:
+    return tuple(map(_video, written if isinstance(written, list | tuple) else (written,)))
+
+
 def _video_mask(written: object) -> bytes | str:
     """Return the same as ``_video``, or a picture."""
     if isinstance(written, Mapping) and set(written) == {"image_url"}:
@@ -199,18 +203,19 @@ class NoEffect:
     """What clients send."""
 
 
-Text = Annotated[str, AfterValidator(_without_nul)]
+WITHOUT_NUL = AfterValidator(_without_nul)
+"""Comes after a limit of the length: pydantic counts "items after validation" otherwise."""
 Prompt = Annotated[
     str,
     StringConstraints(max_length=MAX_PROMPT_CHARS),
-    AfterValidator(_without_nul),
+    WITHOUT_NUL,
     AfterValidator(_says_something),
     WithJsonSchema({"type": "string", "maxLength": MAX_PROMPT_CHARS, "minLength": 1}),
 ]
-OptionalPrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), AfterValidator(_without_nul)]
+OptionalPrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), WITHOUT_NUL]
 """Whether it must say something is looked at together with the model."""
-NegativePrompt = Annotated[Text, StringConstraints(max_length=MAX_PROMPT_CHARS)]
-Name = Annotated[Text, StringConstraints(max_length=512)]
+NegativePrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), WITHOUT_NUL]
+Name = Annotated[str, StringConstraints(max_length=512), WITHOUT_NUL]
 Size = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^({PIXELS}|auto)?$"})]
 """Checked together with the model, whose own sizes make better examples."""
 Count = Annotated[int, AfterValidator(_countable), WithJsonSchema({"type": "integer", "minimum": 1})]
@@ -251,6 +256,9 @@ VIDEO_SCHEMA = {
 }
 Video = Annotated[bytes | str, PlainValidator(_video), WithJsonSchema(VIDEO_SCHEMA)]
 """A clip as it was written."""
+VIDEOS_SCHEMA = {"anyOf": [*VIDEO_SCHEMA["anyOf"], {"type": "array", "items": VIDEO_SCHEMA}]}
+Videos = Annotated[tuple[bytes | str, ...], PlainValidator(_videos), WithJsonSchema(VIDEOS_SCHEMA)]
+"""One clip, or several in their order."""
 VIDEO_MASK_SCHEMA = {"anyOf": [VIDEO_SCHEMA, PICTURE_SCHEMA]}
 VideoMask = Annotated[bytes | str, PlainValidator(_video_mask), WithJsonSchema(VIDEO_MASK_SCHEMA)]
 """A mask of a clip."""

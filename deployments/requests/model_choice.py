@@ -32,6 +32,10 @@ class Needs:
     """Layers of the result."""
     has_video: bool = False
     """A clip comes along."""
+    num_videos: int = 0
+    """Clips that come along."""
+    keeps_audio: bool = False
+    """The sound of clips is kept."""
     has_lora: bool = False
     """It names an adapter, or a recipe, which may have one."""
     has_control: bool = False
@@ -48,6 +52,8 @@ class Needs:
             strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
             num_layers=body.layers if isinstance(body, EditBody) else None,
             has_video=body.sources.video is not None,
+            num_videos=len(body.sources.videos),
+            keeps_audio=isinstance(body, VideoBody) and bool(body.keep_audio),
             has_lora=bool(body.lora or body.recipe),
             has_control=body.sources.control is not None,
             has_frame_indices=isinstance(body, VideoBody) and body.frame_indices is not None,
@@ -66,14 +72,24 @@ class Needs:
         takes_mask = masks if self.has_mask else not defaults.needs_mask
         takes_strength = defaults.takes_strength or self.strength is None
         takes_layers = defaults.max_layers > 0 or self.num_layers is None
+        takes_sound = not self.keeps_audio or _may_keep_audio(defaults)
+        takes_clips = self.num_videos <= max(1, defaults.max_videos)
         takes_places = defaults.takes_frame_indices or not self.has_frame_indices
         suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
         takes_control = defaults.takes_control if self.has_control else not defaults.needs_control
         return (
             not (takes_number and takes_video and takes_control and has_source) or lacks_lora,
-            not (takes_mask and takes_strength and takes_layers and takes_places),
+            not (takes_mask and takes_strength and takes_layers and takes_places and takes_sound and takes_clips),
             not suits,
         )
+
+
+def _may_keep_audio(defaults: Defaults) -> bool:
+    try:
+        defaults.check_keep_audio()
+    except ValueError:
+        return False
+    return True
 
 
 NO_NEEDS = Needs()

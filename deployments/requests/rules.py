@@ -20,7 +20,7 @@ from deployments.requests.size_choice import asks_for_length, choose_length, cho
 from deployments.service.interface import ModelCard
 from engines.core.spec import Attention
 from pipelines.defaults import Defaults
-from pipelines.request import NO_PICTURES, InputPictures, MediaRequest, ServiceTier
+from pipelines.request import COPIED_RATE, NO_PICTURES, InputPictures, MediaRequest, ServiceTier
 from pipelines.solver import Solver
 
 RANDOM_SEED_BITS = 32
@@ -41,6 +41,7 @@ BODY_FIELDS = {
     "has_mask": "mask",
     "has_control": "control_image",
     "num_video_frames": "video",
+    "sound_samples": "keep_audio",
     "num_layers": "layers",
     "sound": "generate_sound",
     "second_stage": "second_stage_sigmas",
@@ -91,6 +92,9 @@ class RequestRules:
             defaults.check_control(sources.control is not None)
         with blaming("video"):
             defaults.check_video(0 if sources.video is None else defaults.min_video_frames, len(sources.pictures))
+            defaults.check_num_videos(len(sources.videos))
+        with blaming("keep_audio"):
+            check_keep_audio(body, sources, defaults)
         if sources.video is not None:
             check_context(self.card, has_lora=names_lora(body))
         return sources
@@ -120,6 +124,7 @@ class RequestRules:
             frame_multiple=defaults.frame_multiple if defaults.keeps_length else 1,
             min_frames=defaults.min_video_frames,
             is_whole=defaults.shaped_by_picture,
+            sound_rate=(defaults.video_sound_rate or COPIED_RATE) if keeps_audio(body) else 0,
         )
 
     def check(
@@ -149,8 +154,7 @@ class RequestRules:
             width, height = video.width, video.height
         guidance_scale, true_cfg_scale = choose_scales(body, self.card)
         return MediaRequest(
-            # Clients may send one id twice; in the gang each job needs its own.
-            request_id=f"{requester.request_id}-{secrets.token_hex(4)}",
+            **_requester_fields(requester),
             model=self.card.name,
             kind=defaults.kind,
             prompt=choose_prompt(body, defaults),
@@ -166,7 +170,7 @@ class RequestRules:
             guidance_scale=guidance_scale,
             true_cfg_scale=defaults.guidance_beside(body.negative_prompt, true_cfg_scale),
             seed=choose_seed(body),
-            **choose_inputs(body, pictures),
+            **choose_inputs(body, pictures, defaults),
             strength=body.strength if isinstance(body, EditBody | VideoBody) else None,
             num_layers=choose_layers(body, defaults),
             loras=choose_loras(body.model, body.lora or (), self.card),
@@ -175,10 +179,18 @@ class RequestRules:
             sound=body.generate_sound if isinstance(body, VideoBody) else None,
             service_tier=TIERS[body.service_tier or "auto"],
             deadline_s=body.deadline_s,
-            key=requester.key,
-            weight=requester.weight,
-            waited_s=requester.waited_s,
         )
+
+
+def _requester_fields(requester: Requester) -> dict[str, Any]:
+    """Return who asks, and since when. Clients may send one id twice; in the gang each job needs its own."""
+    request_id = f"{requester.request_id}-{secrets.token_hex(4)}"
+    return {
+        "request_id": request_id,
+        "key": requester.key,
+        "weight": requester.weight,
+        "waited_s": requester.waited_s,
+    }
 
 
 def checks(request: MediaRequest, card: ModelCard) -> Iterator[tuple[str, Callable[[], None]]]:
@@ -265,12 +277,29 @@ def check_attention(attention: Attention | None, card: ModelCard) -> None:
         raise RequestError(f"{message}; name one of them, or leave it out", "attention")
 
 
-def choose_inputs(body: MediaBody, pictures: InputPictures) -> dict[str, Any]:
+def keeps_audio(body: MediaBody) -> bool:
+    """Return whether ``body`` keeps the sound of its clips."""
+    return isinstance(body, VideoBody) and bool(body.keep_audio)
+
+
+def check_keep_audio(body: MediaBody, sources: Sources, defaults: Defaults) -> None:
+    """Raise ValueError if ``body`` keeps a sound without a clip, or the model has no use for one."""
+    if isinstance(body, VideoBody) and body.keep_audio:
+        defaults.check_keep_audio(body.generate_sound)
+        if sources.video is None:
+            raise ValueError("keep_audio is true, and no clip came along: send one as video, or leave it out")
+
+
+def choose_inputs(body: MediaBody, pictures: InputPictures, defaults: Defaults) -> dict[str, Any]:
     """Return what comes along with ``body``, and what it says of it, as fields of ``MediaRequest``."""
+    sounds = tuple(one.sound for one in pictures.videos) if keeps_audio(body) else ()
     inputs = {
         "num_pictures": len(pictures.pictures),
         "has_mask": pictures.mask is not None or pictures.video_mask is not None,
         "num_video_frames": 0 if pictures.video is None else pictures.video.num_frames,
+        "further_video_frames": tuple(one.num_frames for one in pictures.further_videos),
+        "sound_samples": tuple(0 if sound is None else sound.num_samples for sound in sounds),
+        "copies_sound": bool(sounds) and not defaults.video_sound_rate,
     }
     if isinstance(body, VideoBody):
         return {**inputs, "frame_indices": body.frame_indices or (), "control_scale": body.control_scale}

@@ -1,4 +1,7 @@
-"""Size and length of what a request makes: as its body says, or as the model or what came along has them."""
+"""Size and length of what a request makes: as its body says, or as the model or what came along has them.
+
+``pipelines.defaults.Defaults.checks`` compares them with what the model allows.
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from pipelines.defaults import Defaults
 from pipelines.description import NO_DESCRIPTION, Description
 from pipelines.lora.source import LoraLimits
 from pipelines.recipes import Recipe
-from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
+from pipelines.request import NO_PICTURES, InputPictures, InputSound, Lora, MediaRequest
 
 MediaFormat = Literal["png", "jpeg", "webp", "mp4"]
 ModelPath = Literal["blocks", "whole pipeline"]
@@ -31,6 +31,8 @@ class Output:
     """Format of the file."""
     compression: int = 100
     """Quality of JPEG and WebP, 0 to 100 as in OpenAI's API."""
+    sound: InputSound | None = None
+    """Sound of the clip that came along, for a result without one of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -201,7 +201,7 @@ class Run:
 
     async def _decode(self, done: JobDone, num_left: int = NUM_DECODINGS) -> Decoded:
         try:
-            response = self.stages.decoder.decode.remote(done.latents, self.request, self.output)
+            response = self.stages.decoder.decode.remote(done.latents, self.request, self._output)
             decoded: Decoded = await self._answer(response)
             return decoded
         except RayActorError as error:
@@ -209,6 +209,12 @@ class Run:
             if num_left == 1:
                 raise
             return await self._decode(done, num_left - 1)
+
+    @property
+    def _output(self) -> Output:
+        """The form of the file, with the sound of the clip that came along if the request copies it."""
+        video = self.pictures.video if self.request.copies_sound else None
+        return self.output if video is None else replace(self.output, sound=video.sound)
 
     async def _answer(self, response: Any) -> Any:
         try:

@@ -288,6 +288,8 @@ class SentPictures:
     """Mask of a picture."""
     video: SentMedia[InputVideo] | None = None
     """Clip that came along."""
+    further_videos: tuple[SentMedia[InputVideo], ...] = ()
+    """Clips after the first."""
     video_mask: SentMedia[InputVideo] | None = None
     """Mask of the clip."""
     control: SentMedia[InputPicture] | None = None
@@ -300,6 +302,7 @@ class SentPictures:
             pictures=tuple(map(SentMedia.of, inputs.pictures)),
             mask=None if inputs.mask is None else SentMedia.of(inputs.mask),
             video=None if inputs.video is None else SentMedia.of(inputs.video),
+            further_videos=tuple(map(SentMedia.of, inputs.further_videos)),
             video_mask=None if inputs.video_mask is None else SentMedia.of(inputs.video_mask),
             control=None if inputs.control is None else SentMedia.of(inputs.control),
         )
@@ -309,6 +312,7 @@ class SentPictures:
             pictures=tuple(picture.open() for picture in self.pictures),
             mask=None if self.mask is None else self.mask.open(),
             video=None if self.video is None else self.video.open(),
+            further_videos=tuple(video.open() for video in self.further_videos),
             video_mask=None if self.video_mask is None else self.video_mask.open(),
             control=None if self.control is None else self.control.open(),
         )

@@ -27,7 +27,7 @@ from deployments.stages.kernel_cache import stage_kernels
 from deployments.stages.warm_up import warm_encoder
 from engines.core.logs import timed
 from pipelines.libraries import quick_imports
-from pipelines.request import MediaRequest
+from pipelines.request import InputSound, MediaRequest
 from pipelines.solver import AS_THE_MODEL
 
 MIB = 2**20
@@ -62,16 +62,23 @@ class CacheKeys:
 
 
 def _digest(pictures: SentPictures) -> bytes:
-    """Return SHA-256 over picture count, mask flag, shapes and pixels (zero-copy), those of a clip included."""
+    """Return SHA-256 over number, mask flag, shapes and pixels (zero-copy), and those of clips with their sound."""
     mask = () if pictures.mask is None else (pictures.mask,)
     control = () if pictures.control is None else (pictures.control,)
     sent = (*pictures.pictures, *control, *mask)
     forms = [(one.form, one.pixels.nbytes) for one in sent]
-    clips = [one for one in (pictures.video, pictures.video_mask) if one is not None]
-    digest = hashlib.sha256(repr((len(mask), len(control), forms, [one.form for one in clips])).encode())
+    clips = [one for one in (pictures.video, *pictures.further_videos, pictures.video_mask) if one is not None]
+    clip_forms = [(replace(one.form, sound=None), _sound_form(one.form.sound)) for one in clips]
+    digest = hashlib.sha256(repr((len(mask), len(control), forms, clip_forms)).encode())
     for one in (*sent, *clips):
         digest.update(one.pixels.data)
+    for clip in clips:
+        digest.update(b"" if clip.form.sound is None else clip.form.sound.data)
     return digest.digest()
+
+
+def _sound_form(sound: InputSound | None) -> tuple[int, ...]:
+    return () if sound is None else (sound.num_channels, sound.rate, len(sound.data))
 
 
 class ConditioningCache:

@@ -28,7 +28,7 @@ from pipelines.libraries import quick_imports
 from pipelines.media.encode import encode_frames, encode_thumbnail
 from pipelines.media.metadata import NO_TEXTS, MetadataWriter, Texts
 from pipelines.media.sound import Sound
-from pipelines.request import MediaRequest
+from pipelines.request import InputSound, MediaRequest
 from pipelines.schedules import SCHEDULER
 
 if TYPE_CHECKING:
@@ -57,13 +57,18 @@ class ClipFinisher:
         self._num_threads = min(MAX_THREADS, os.cpu_count() or 1)
         self._groups = ThreadPoolExecutor(self._num_threads, thread_name_prefix="groups")
 
-    def finish(self, latents: Parcel, request: MediaRequest, texts: Texts = NO_TEXTS) -> tuple[bytes, bytes]:
-        """Return the clip, with metadata ``texts``, and a thumbnail of its first frame."""
+    def finish(
+        self, latents: Parcel, request: MediaRequest, texts: Texts = NO_TEXTS, copied: Sound | None = None
+    ) -> tuple[bytes, bytes]:
+        """Return the clip, with metadata ``texts``, and a thumbnail of its first frame.
+
+        A clip without a sound of its own has the one that is ``copied``.
+        """
         from pipelines.media.clip import ClipEncoder  # PyAV, not needed for pictures
 
         with ClipEncoder(request.num_frames, request.fps, self._groups, 2 * self._num_threads) as clip:
             thumbnail, sound = self._decoding.run(self._decode, latents, request, clip)
-            data = self._writing.run(clip.finish, sound, texts)
+            data = self._writing.run(clip.finish, sound or copied, texts)
         return data, thumbnail.result()
 
     def _decode(self, latents: Parcel, request: MediaRequest, clip: ClipEncoder) -> tuple[Future[bytes], Sound | None]:
@@ -136,7 +141,8 @@ class VaeDecoder(WeightStage):
 
     def _finish(self, latents: Parcel, request: MediaRequest, output: Output) -> tuple[tuple[bytes, ...], bytes]:
         if output.format == "mp4":
-            data, thumbnail = self._clips.finish(latents, request, self._metadata.texts(request))
+            texts = self._metadata.texts(request)
+            data, thumbnail = self._clips.finish(latents, request, texts, _copied(output.sound, request))
             return (self._writing.run(self._sign, data, request, output),), thumbnail
         media = self._decoding.run(lambda: self._decoder.decode_all(latents.open(), request))
         return self._writing.run(self._write, media.frames_FHWC, request, output)
@@ -159,6 +165,15 @@ class VaeDecoder(WeightStage):
 
     def _sign(self, data: bytes, request: MediaRequest, output: Output) -> bytes:
         return data if self._manifests is None else self._manifests.sign_for(request, data, output.format)
+
+
+def _copied(sound: InputSound | None, request: MediaRequest) -> Sound | None:
+    """Return ``sound``, no longer than the clip of ``request``."""
+    if sound is None:
+        return None
+    samples_CT = np.frombuffer(sound.data, np.float32).reshape(sound.num_channels, -1)
+    num_samples = round(request.num_frames / request.fps * sound.rate)
+    return Sound(samples_CT=samples_CT[:, :num_samples], rate=sound.rate)
 
 
 def _manifest_writer(provenance: ProvenanceConfig | None) -> ManifestWriter | None:

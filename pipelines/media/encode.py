@@ -1,4 +1,4 @@
-"""Encodes pictures and clips in any format."""
+"""Choice of the encoder by format: PNG, JPEG and WebP in `picture.py`, MP4 in `clip.py`; thumbnails."""
 
 from __future__ import annotations
 

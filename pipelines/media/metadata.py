@@ -99,6 +99,8 @@ def _fields(request: MediaRequest, layer: int | None) -> dict[str, Any]:
         "frame_indices": list(request.frame_indices) or None,
         "has_mask": request.has_mask or None,
         "num_video_frames": request.num_video_frames or None,
+        "further_video_frames": list(request.further_video_frames) or None,
+        "keep_audio": bool(request.sound_samples) or None,
         "has_control": request.has_control or None,
         "control_scale": request.control_scale,
         "control_guidance_start": request.control_guidance_start,

@@ -11,7 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.layout.support.source import CODE, ROOT, nodes_of, python_files, repository_files
+from tests.layout.support.source import (
+    CODE,
+    ROOT,
+    Function,
+    functions_of,
+    nodes_of,
+    python_files,
+    repository_files,
+    tree_of,
+)
 
 CHECKPOINTS = "pipelines/checkpoints/"
 
@@ -19,8 +28,6 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 40
 MAX_CHECKPOINT_BYTES = 42_000_000
 MAX_REPOSITORY_BYTES = 50_000_000
-
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def test_files_are_short() -> None:
@@ -41,11 +48,19 @@ def test_functions_are_short() -> None:
         f"{name}:{function.lineno} {function.name} has {length(function)} lines"
         for name in repository_files()
         if name.endswith(".py")
-        for function in nodes_of(name)
-        if isinstance(function, Function) and (function.end_lineno or 0) - function.lineno >= MAX_FUNCTION_LINES
+        for function in functions_of(tree_of(name))
+        if (function.end_lineno or 0) - function.lineno >= MAX_FUNCTION_LINES
         if length(function) > MAX_FUNCTION_LINES
     ]
     assert offenders == []
+
+
+def test_functions_are_found_wherever_they_are() -> None:
+    names = sorted({name for name in repository_files() if name.endswith(".py")})[::20]
+    assert len(names) > 50
+    for name in names:
+        walked = [node for node in nodes_of(name) if isinstance(node, Function)]
+        assert {id(one) for one in functions_of(tree_of(name))} == {id(one) for one in walked}, name
 
 
 def test_every_folder_with_code_is_a_package() -> None:

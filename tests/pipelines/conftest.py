@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,6 +28,26 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Path]]:
+    """Return the folder that a builder of a tiny checkpoint wrote to, once a run. No test writes to it."""
+    written: dict[Path, list[tuple[Path, int]]] = {}
+
+    @cache
+    def make(maker: Any) -> Path:
+        folder: Path = maker(tmp_path_factory.mktemp("model"))
+        written[folder] = stamps(folder)
+        return folder
+
+    yield make
+    assert [folder for folder, files in written.items() if stamps(folder) != files] == [], "a test wrote to them"
+
+
+def stamps(folder: Path) -> list[tuple[Path, int]]:
+    """Return the files of ``folder`` and when they were last written."""
+    return sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file())
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,6 @@ from tests.pipelines.support.references.own_call import own_latents
 from tests.pipelines.support.references.picture_cases import PictureCase, pictures_of, request_of
 from tests.pipelines.support.references.video import Clip
 from tests.pipelines.support.references.video import pictures_of as clip_inputs
-from tests.pipelines.test_whole_pipeline import folders as folders
 from training.latents import pack
 
 pytestmark = pytest.mark.gpu

@@ -20,7 +20,6 @@ from tests.pipelines import test_whole_pipeline as whole
 from tests.pipelines.support.checkpoints import tiny_whole, tiny_whole_qwen
 from tests.pipelines.support.device_jobs import OTHER
 from tests.pipelines.test_whole_compiled import ROUNDING, latents_of, warm
-from tests.pipelines.test_whole_pipeline import folders as folders
 
 pytestmark = pytest.mark.gpu
 

@@ -21,22 +21,29 @@ from tests.pipelines.support.device_jobs import DeviceRank
 from tests.pipelines.support.pretend_gpu import GPU, GpuTensor
 from tests.pipelines.support.pretended_jobs import RecordedStep, pretended_gpu
 from tests.pipelines.test_gpu_jobs import CASES
-from tests.pipelines.test_whole_pipeline import folders as folders
 
-QUICK = (
-    "ltx 2 in context, pictures too",
-    "ltx 2 in two passes, guided",
-    "ltx 2 at frames, guided",
-    "minimax h3 with references, all",
-    "qwen control",
-    "sdxl control",
-    "cosmos, with sound from a clip",
-    "helios, a clip",
-    "wan animate 2, distilled",
-    "wan animate 2, two segments",
-    "wan vace, two transformers",
-    "solver, wan, boundary",
-)
+BOTH, SINGLE, HALF = ("float32", "bfloat16"), ("float32",), ("bfloat16",)
+QUICK = {
+    "ltx 2 in context, pictures too": SINGLE,
+    "ltx 2 in two passes, guided": BOTH,
+    "ltx 2 at frames, guided": SINGLE,
+    "minimax h3 with references, all": BOTH,
+    "qwen control": BOTH,
+    "sdxl control": BOTH,
+    "cosmos, with sound from a clip": BOTH,
+    "helios, a clip": BOTH,
+    "wan animate 2, distilled": HALF,
+    "wan animate 2, two segments": SINGLE,
+    "wan vace, two transformers": BOTH,
+    "solver, wan, boundary": SINGLE,
+}
+"""Data types in which a job is made in ``make test``: each family has both."""
+JOBS = [
+    pytest.param(name, dtype, id=f"{name}-{dtype}", marks=[] if dtype in QUICK.get(name, ()) else [pytest.mark.slow])
+    for name in CASES
+    if not name.startswith("offloaded")
+    for dtype in BOTH
+]
 QUICK_WHOLE = (tiny_whole.aura_flow, tiny_whole.wan_over, tiny_whole.flux_controlled)
 TOLERANCE = 1e-3
 """Relative: operations are taken apart there, and guidance scales what rounds otherwise up."""
@@ -46,10 +53,9 @@ def marked(values: Any, quick: Any) -> list[Any]:
     return [pytest.param(one, marks=[] if one in quick else [pytest.mark.slow]) for one in values]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("name", marked([name for name in CASES if not name.startswith("offloaded")], QUICK))
+@pytest.mark.parametrize(("name", "dtype"), JOBS)
 def test_a_graph_can_record_the_steps_of_a_job(
-    name: str, dtype: torch.dtype, folders: Callable[[Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, dtype: str, folders: Callable[[Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Offloaded blocks are copied on streams, which this device has not."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
@@ -57,7 +63,9 @@ def test_a_graph_can_record_the_steps_of_a_job(
     case, folder = CASES[name], folders(CASES[name].make)
     job = case.job(folder)
     with pretended_gpu() as gpu:
-        rank = DeviceRank(Checkpoint.open(case.source(folder), GPU, dtype), compiled=False, fast=False, sends=False)
+        rank = DeviceRank(
+            Checkpoint.open(case.source(folder), GPU, getattr(torch, dtype)), compiled=False, fast=False, sends=False
+        )
         with closing(rank.engine):
             (module, *_) = rank.engine._model.modules.values()
             assert all(isinstance(x.data, GpuTensor) for x in module.parameters())
@@ -66,7 +74,7 @@ def test_a_graph_can_record_the_steps_of_a_job(
             assert rank.num_captured
         latents = job.read(values)
     assert gpu.found == []
-    if dtype == torch.float32:
+    if dtype == "float32":
         job.check(latents, TOLERANCE)
 
 

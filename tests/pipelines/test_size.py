@@ -82,6 +82,22 @@ def test_both_sides_are_positive_multiples(width: int, height: int) -> None:
     assert f"size is {width}x{height}: width and height must be" in refusal(lambda: limits.check(width, height))
 
 
+def test_a_size_may_reach_each_limit_and_exceed_none() -> None:
+    limits = SizeLimits(multiple=16, max_pixels=256 * 256, min_side=32, max_side=512)
+    for width, height in ((256, 256), (512, 128), (32, 512)):
+        limits.check(width, height)
+    refused = {
+        (272, 256): "size is 272x256, 69632 pixels: at most 65536 pixels are allowed, such as 272x240",
+        (512, 144): "size is 512x144, 73728 pixels: at most 65536 pixels are allowed, such as 512x128",
+        (528, 64): "size is 528x64; width and height must be at most 512",
+        (16, 64): "size is 16x64; width and height must be at least 32",
+    }
+    for (width, height), text in refused.items():
+        with pytest.raises(ValueError, match=r"^size is") as caught:
+            limits.check(width, height)
+        assert str(caught.value) == text
+
+
 @pytest.mark.torch
 def test_the_directory_the_sampler_and_the_api_refuse_a_size_in_the_same_words(tiny_flux: Path) -> None:
     checkpoint, request = Checkpoint(tiny_flux), picture(width=50)

@@ -27,7 +27,6 @@ from pipelines.size import Size
 from pipelines.whole_pipeline import WholeEngine, parts_of
 from tests.pipelines import test_whole_pipeline as whole
 from tests.pipelines.support.checkpoints import tiny_whole
-from tests.pipelines.test_whole_pipeline import folders as folders
 
 ROUNDING = 1e-4
 """Relative, in float32."""

@@ -6,7 +6,6 @@ import inspect
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -63,11 +62,6 @@ LARGE = (tiny_whole.hidream, tiny_whole_qwen.kandinsky5, tiny_whole_qwen.glm_ima
 CONTROLS = {"FluxControlNetPipeline": "control_image", "StableDiffusionXLControlNetPipeline": "image"}
 Make = Callable[[Path], Path]
 MAKES = [*QUICK, tiny_whole.cogvideox_over, *(pytest.param(make, marks=pytest.mark.slow) for make in LARGE)]
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Make], Path]:
-    return cache(lambda make: make(tmp_path_factory.mktemp("model")))
 
 
 @pytest.fixture

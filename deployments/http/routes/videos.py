@@ -218,7 +218,7 @@ def as_remix(body: VideoBody, source: ClipRecord, cards: Mapping[str, ModelCard]
     limits = cards[model].defaults if model in cards else None
     has_lora = bool(body.lora or body.recipe)
     takes_clips = limits is not None and limits.max_video_frames > 0 and (has_lora or not limits.video_needs_lora)
-    return body.model_copy(update={"video": source.id, "model": body.model or (model if takes_clips else None)})
+    return body.model_copy(update={"video": (source.id,), "model": body.model or (model if takes_clips else None)})
 
 
 async def submit_clip(
@@ -236,8 +236,9 @@ async def submit_clip(
     along take all the memory that there is for them.
     """
     resolved = await read_upload(context, request, requester, VideoBody, "video", adapt)
-    clips = (resolved.pictures.video, resolved.pictures.video_mask)
-    num_bytes = sum(len(clip.data) for clip in clips if clip is not None)
+    clips = (*resolved.pictures.videos, resolved.pictures.video_mask)
+    parts = (*clips, *(clip.sound for clip in clips if clip is not None))
+    num_bytes = sum(len(part.data) for part in parts if part is not None)
     async with AsyncExitStack() as stack:
         stack.enter_context(context.admission.memory.taken())(num_bytes)
         turn = await stack.enter_async_context(
@@ -247,7 +248,7 @@ async def submit_clip(
         if clip is None:
             rules = RequestRules(resolved.card)
             asked = rules.check(resolved.body, resolved.pictures, requester, NUM_PREVIEWS)
-            asked = replace(asked, source_clip_id=clip_id_of(resolved.body.video))
+            asked = replace(asked, source_clip_id=clip_id_of(resolved.body.sources.video))
             await context.check_ready(asked.model)
             asked = await context.enhanced(request, asked)
             webhook = webhook_of(context, resolved.body, requester)

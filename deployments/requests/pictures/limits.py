@@ -30,12 +30,15 @@ class PictureLimits:
     """Limit of the frames that are decoded."""
     max_video_decode_s: float = 30.0
     """Limit of the time of decoding."""
+    max_sound_s: float = 300.0
+    """Limit of the length of a clip whose sound is kept."""
     picture_origins: tuple[str, ...] = ()
     """Beginnings of allowed URLs, such as "https://images.example.com"."""
 
     def __post_init__(self) -> None:
         check_positive(self, "max_input_pictures", "max_picture_bytes", "max_picture_pixels")
         check_positive(self, "max_video_bytes", "max_video_pixels", "max_video_frames", "max_video_decode_s")
+        check_positive(self, "max_sound_s")
         if self.max_picture_aspect < 1:
             raise ValueError(f"max_picture_aspect is {self.max_picture_aspect:g}; it must be at least 1")
         for origin in self.picture_origins:

@@ -33,6 +33,8 @@ class Sources:
     """White where to paint the picture."""
     video: Source | None = None
     """Clip that comes along."""
+    further_videos: tuple[Source, ...] = ()
+    """Clips after the first, in the client's order."""
     video_mask: Source | None = None
     """A picture, or a clip as long as ``video``."""
     control: Source | None = None
@@ -41,6 +43,11 @@ class Sources:
     @property
     def has_mask(self) -> bool:
         return self.mask is not None or self.video_mask is not None
+
+    @property
+    def videos(self) -> tuple[Source, ...]:
+        """All clips, in the client's order."""
+        return () if self.video is None else (self.video, *self.further_videos)
 
     def check_video_mask(self) -> None:
         """Raise ValueError for a mask of a clip without one."""

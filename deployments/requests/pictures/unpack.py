@@ -20,7 +20,7 @@ from deployments.requests.pictures.sources import (
     check_num_bytes,
     max_bytes_of,
 )
-from deployments.requests.pictures.video import FormBeside, VideoForm, VideoHead, is_clip, read_video
+from deployments.requests.pictures.video import FormBeside, FormOf, VideoForm, VideoHead, is_clip, read_video
 from deployments.requests.request_errors import RequestError
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, InputVideo
 
@@ -38,7 +38,9 @@ COLOURED = ("L", "RGB", "RGBA", "CMYK")
 
 
 def unpack(sources: Sources, limits: PictureLimits, form_of: FormBeside | None = None) -> InputPictures:
-    """Return upright 8-bit pictures, "RGB" ("RGBA" with transparency), the mask, and the clip as ``form_of`` has it.
+    """Return upright 8-bit pictures, "RGB" ("RGBA" with transparency), the mask, and the clips as ``form_of`` has it.
+
+    It chooses by the first clip, and further ones have the same form.
 
     Metadata is dropped; palettes, CMYK, 16 bits and the colours of ICC profiles are converted. RequestError for a file
     that is no still picture of the formats, is broken or exceeds a limit, and for a mask that does not fit the first
@@ -58,12 +60,18 @@ def unpack(sources: Sources, limits: PictureLimits, form_of: FormBeside | None =
         forms.append(form_of(head, pictures))
         return forms[0]
 
-    video = read_video(bytes_of(sources.video, VIDEO_FIELD, limits, VIDEO), VIDEO_FIELD, limits, form)
-    pictures = replace(pictures, video=video)
+    video = _video(sources.video, limits, form)
+    further = tuple(_video(one, limits, lambda _: forms[0]) for one in sources.further_videos)
+    pictures = replace(pictures, video=video, further_videos=further)
     if sources.video_mask is None:
         return pictures
     form_of_mask = replace(forms[0], max_frames=video.num_frames, is_cut=True, frame_multiple=1, min_frames=1)
+    form_of_mask = replace(form_of_mask, sound_rate=0)
     return replace(pictures, video_mask=_video_mask(sources.video_mask, limits, form_of_mask))
+
+
+def _video(source: Source, limits: PictureLimits, form_of: FormOf) -> InputVideo:
+    return read_video(bytes_of(source, VIDEO_FIELD, limits, VIDEO), VIDEO_FIELD, limits, form_of)
 
 
 def _video_mask(source: Source, limits: PictureLimits, form: VideoForm) -> InputVideo:
@@ -84,8 +92,8 @@ def _video_mask(source: Source, limits: PictureLimits, form: VideoForm) -> Input
     fit = ImageOps.pad if form.is_whole else ImageOps.fit
     picture = _mask(_upright(MASK_FIELD, opened), ()).image().convert("RGB")
     frame = fit(picture, (form.width, form.height), Image.Resampling.LANCZOS).tobytes()
-    size = {"width": form.width, "height": form.height, "num_frames": form.max_frames}
-    return InputVideo(**size, fps=form.fps, data=frame * form.max_frames)
+    data = frame * form.max_frames
+    return InputVideo(width=form.width, height=form.height, num_frames=form.max_frames, fps=form.fps, data=data)
 
 
 def _pictures(sources: Sources, limits: PictureLimits) -> InputPictures:

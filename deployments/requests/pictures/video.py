@@ -1,4 +1,4 @@
-"""Decoding of untrusted clips to frames, with PyAV (FFmpeg). Sound is dropped.
+"""Decoding of untrusted clips to frames, with PyAV (FFmpeg). Sound is dropped unless a request keeps it.
 
 FFmpeg may open one container, known by its first bytes, with a few decoders and no protocol. So a clip cannot refer to
 other files. Frames that a request does not need are decoded, but neither converted nor stored. FFmpeg allocates memory
@@ -12,11 +12,12 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from deployments.requests.pictures.limits import PictureLimits
+from deployments.requests.pictures.sound import SoundForm, read_sound
 from deployments.requests.request_errors import RequestError
 from pipelines.request import InputPicture, InputPictures, InputVideo
 
@@ -72,6 +73,8 @@ class VideoForm:
     """Keep all frames of a shorter clip, which is refused later."""
     is_whole: bool = False
     """Show whole frames, in the middle of black ones; otherwise they are cropped."""
+    sound_rate: int = 0
+    """Samples a second of its sound; 0: the sound is dropped."""
 
 
 FormOf = Callable[[VideoHead], VideoForm]
@@ -100,7 +103,12 @@ def read_video(data: bytes, param: str, limits: PictureLimits, form_of: FormOf) 
         file = _File(container=container, param=param, limits=limits)
         first, frames = file.open()
         form = form_of(_head(first))
-        return _in_form(_at_rate(chain([first], frames), form.fps), form, param)
+        video = _in_form(_at_rate(chain([first], frames), form.fps), form, param)
+    if not form.sound_rate:
+        return video
+    sound_form = SoundForm(rate=form.sound_rate, start_s=file.start_s, duration_s=video.num_frames / form.fps)
+    with _naming(param):
+        return replace(video, sound=read_sound(data, name, param, limits, sound_form))
 
 
 def _container(data: bytes, param: str) -> str:
@@ -177,6 +185,8 @@ class _File:
     """Field of the clip in the body, for messages."""
     limits: PictureLimits
     """Limits of bytes, frames and time."""
+    start_s: float = field(default=0.0, init=False)
+    """When the first frame is shown, by the file's clock."""
     _end_s: float = field(default=0.0, init=False)
     """When decoding has taken too long, by the monotonic clock."""
 
@@ -202,11 +212,12 @@ class _File:
             unit_s = float(frame.time_base or 0)
             interval_s = (frame.duration or 0) * unit_s or (1 / rate if rate else 0.0)
             at_s = end_s if frame.pts is None else frame.pts * unit_s
-            start_s = at_s if start_s is None else start_s
+            if start_s is None:
+                self.start_s = start_s = at_s
             last_s = max(last_s, at_s - start_s)
             end_s = last_s + interval_s
             yield _TimedFrame(frame, last_s, end_s, aspect)
-        self._check_end(end_s)
+        self._check_end(end_s, stream)
 
     def _decoded(self, stream: Any) -> Iterator[av.VideoFrame]:
         import av
@@ -235,8 +246,10 @@ class _File:
         if width * height > (most := self.limits.max_video_pixels):
             raise self._too_large(f"has {width}x{height} pixels; a frame may have {most}", "make it smaller")
 
-    def _check_end(self, end_s: float) -> None:
-        duration_s = (self.container.duration or 0) / 1_000_000
+    def _check_end(self, end_s: float, stream: Any) -> None:
+        """Raise RequestError if the frames end early; a longer sound counts only where the file says nothing else."""
+        is_known = bool(stream.duration and stream.time_base)
+        duration_s = float(stream.duration * stream.time_base) if is_known else (self.container.duration or 0) / 1e6
         if end_s < MIN_SHARE * duration_s - SLACK_S:
             raise self._broken(f"its frames end after {end_s:.3g} s of {duration_s:.3g} s")
 

@@ -134,7 +134,7 @@ def blank_pictures(request: MediaRequest) -> InputPictures:
     mask = InputPicture(**size, mode="L", data=bytes([255]) * (width * height))
     has_mask, clip = request.has_mask, None
     if number := request.num_video_frames:
-        clip = InputVideo(**size, num_frames=number, fps=request.fps, data=picture.data * number)
+        clip = InputVideo(width=width, height=height, num_frames=number, fps=request.fps, data=picture.data * number)
     return InputPictures(
         pictures=(picture,) * request.num_pictures,
         mask=mask if has_mask and clip is None else None,

@@ -17,6 +17,7 @@ from diffusers.modular_pipelines.minimax_h3.encoders import MiniMaxH3Ref2VARefer
 from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineState
 
 from pipelines.blocks.tree import replace_blocks
+from pipelines.models.mini_max_h3.references import WITH_SOUND, kind_of
 
 TAGS, ROWS = ("text_token_tags",), ("video_indices", "audio_indices")
 KINDS = "normalized_references"
@@ -45,7 +46,7 @@ class ReferencesEncoded(MiniMaxH3Ref2VAReferenceEncoderStep):  # type: ignore[mi
 
     def __call__(self, components: Any, state: PipelineState) -> Any:
         result = super().__call__(components, state)
-        state.set(KINDS, [one.kind for one in state.get(KINDS)])
+        state.set(KINDS, [kind_of(one.kind, has_sound=one.has_audio) for one in state.get(KINDS)])
         return result
 
 
@@ -53,7 +54,7 @@ class ReferencesLayout(MiniMaxH3Ref2VAPrepareLayoutStep):  # type: ignore[misc]
     """Replaces a block that writes the prompt's tags, on the device, into a CPU tensor. It takes kinds alone."""
 
     def __call__(self, components: Any, state: PipelineState) -> Any:
-        state.set(KINDS, [SimpleNamespace(kind=kind, has_audio=False) for kind in state.get(KINDS)])
+        state.set(KINDS, list(map(_reference, state.get(KINDS))))
         with _on_cpu(state, TAGS):
             return super().__call__(components, state)
 
@@ -64,6 +65,11 @@ class TimestepsOnCpu(MiniMaxH3SetTimestepsStep):  # type: ignore[misc]
     def __call__(self, components: Any, state: PipelineState) -> Any:
         with _on_cpu(state, ROWS):
             return super().__call__(components, state)
+
+
+def _reference(name: str) -> Any:
+    """Return what the layout reads of a reference, by the ``name`` that ``kind_of`` returned."""
+    return SimpleNamespace(kind=name.removesuffix(WITH_SOUND), has_audio=name.endswith(WITH_SOUND))
 
 
 @contextmanager

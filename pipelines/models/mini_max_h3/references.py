@@ -1,4 +1,4 @@
-"""References of MiniMax-H3: pictures and a clip that the prompt names, in diffusers' form and as blank values."""
+"""References of MiniMax-H3: pictures and clips that the prompt names, in diffusers' form and as blank values."""
 
 from __future__ import annotations
 
@@ -25,20 +25,31 @@ SEEN_A_SECOND = 2
 """Frames of a clip that the text encoder sees."""
 EYE = 32
 """Pixels a side that the text encoder sees as one token: patches of 16, merged two by two (Qwen3-VL)."""
+SOUND_STRIDES = (2, 4, 4, 5, 5)
+"""Strides of the sound's auto-encoder, whose product are the samples of a latent (diffusers' class)."""
+WITH_SOUND = " with sound"
 CANVAS = {"canvas_short_edge": 768, "canvas_max_pixels": 768 * 1344, "reference_image_short_edge": 2048}
 """Sizes in pixels that references are scaled to, unless the folder's index has others (diffusers' blocks)."""
 
 
+def kind_of(kind: str, *, has_sound: bool) -> str:
+    """Return what ranks are told of a reference."""
+    return f"{kind}{WITH_SOUND}" if has_sound else kind
+
+
 def references_of(pictures: InputPictures) -> list[MiniMaxH3Reference]:
-    """Return the pictures in their order, then the clip, without sound."""
+    """Return the pictures in their order, then the clips, with the sound that they have."""
     images = [MiniMaxH3ImageReference(image=one.on_white()) for one in pictures.pictures]
-    return images if pictures.video is None else [*images, _clip_reference(pictures.video)]
+    return [*images, *map(_clip_reference, pictures.videos)]
 
 
 def _clip_reference(video: InputVideo) -> MiniMaxH3VideoReference:
     """Return the clip, which is at the model's rate (``Defaults.video_fps``), diffusers' default."""
     pixels = np.frombuffer(video.data, dtype=np.uint8).reshape(video.num_frames, video.height, video.width, 3)
-    return MiniMaxH3VideoReference(frames=pixels)
+    if (sound := video.sound) is None:
+        return MiniMaxH3VideoReference(frames=pixels)
+    audio = torch.frombuffer(bytearray(sound.data), dtype=torch.float32).reshape(sound.num_channels, -1)
+    return MiniMaxH3VideoReference(frames=pixels, audio=audio, sample_rate=sound.rate)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,12 +60,16 @@ class ReferenceSizes:
     """Says how many pictures and frames came along, but not the shape of pictures."""
     vae: Config
     """The auto-encoder's configuration."""
+    audio_vae: Config
+    """The configuration of the sound's auto-encoder."""
     index: Mapping[str, Any]
     """The folder's index, which may have settings of the references' sizes (``CANVAS``)."""
     multiple: int
     """Divisor of sizes in pixels."""
     rate: int
     """The model's own frames a second."""
+    sound_rate: int
+    """Samples a second that the sound's auto-encoder takes."""
 
     @property
     def num_frames(self) -> int:
@@ -62,23 +77,28 @@ class ReferenceSizes:
         return int(align_num_frames(self.request.num_frames, self._clip_length, self._per_chunk))
 
     def blank_values(self) -> dict[str, Any]:
-        """Return zeros for pictures, then for the clip, and what else the preparation of a job reads."""
-        has_clip = self.request.num_video_frames > 0
-        sizes = [(1, *self._picture_size)] * self.request.num_pictures + [(self._num_latents, *self._canvas)] * has_clip
+        """Return zeros for pictures, then for the clips, and what else the preparation of a job reads."""
+        clips = [(self._num_latents(number), *self._canvas) for number in self._lengths]
+        sizes = [(1, *self._picture_size)] * self.request.num_pictures + clips
         unit = math.prod(self.vae.get("spatial_downsample_factors", (2, 2, 2, 2)))
         channels = self.vae.get("latent_channels", 24)
         shapes = ((1, channels, frames, height // unit, width // unit) for frames, height, width in sizes)
+        sounds = self.request.sound_samples or (0,) * len(clips)
+        kinds = [kind_of("video", has_sound=samples > 0) for samples in sounds]
+        rows = [self._num_sound_rows(samples) for samples in sounds if samples]
+        sound_channels = self.audio_vae.get("latent_channels", 32)
         return {
             "condition_latents": [torch.zeros(shape) for shape in shapes],
-            "audio_condition_latents": [],
-            "normalized_references": ["image"] * self.request.num_pictures + ["video"] * has_clip,
+            "audio_condition_latents": [torch.zeros(number, sound_channels) for number in rows],
+            "normalized_references": ["image"] * self.request.num_pictures + kinds,
             "num_frames": self.num_frames,
         }
 
     @property
     def num_prompt_tokens(self) -> int:
         """Tokens of references in the prompt. Those of a clip are of pairs of frames, two frames a second."""
-        num_pairs = math.ceil(math.ceil(self._num_shown / (self.rate // SEEN_A_SECOND)) / 2)
+        seen = (math.ceil(number / (self.rate // SEEN_A_SECOND)) for number in self._lengths)
+        num_pairs = sum(math.ceil(number / 2) for number in seen)
         sizes = [self._picture_size] * self.request.num_pictures + [self._canvas] * num_pairs
         return sum((height // EYE) * (width // EYE) for height, width in sizes)
 
@@ -92,16 +112,21 @@ class ReferenceSizes:
         return math.ceil(self._clip_length / math.prod(self.vae.get("temporal_downsample_factors", (1, 2, 2, 1))))
 
     @property
-    def _num_shown(self) -> int:
-        """Frames of the clip, up to the length of the result; 0 without a clip."""
-        return min(self.num_frames, self.request.num_video_frames)
+    def _lengths(self) -> list[int]:
+        """Frames of each clip, up to the length of the result."""
+        numbers = (self.request.num_video_frames, *self.request.further_video_frames)
+        return [min(self.num_frames, number) for number in numbers if number]
 
-    @property
-    def _num_latents(self) -> int:
-        """Latent frames of the clip, whose last frames may be left out."""
-        whole = max(1, (self._num_shown - self._per_chunk) // self._clip_length) * self._clip_length + self._per_chunk
-        num_chunks = math.ceil(min(self._num_shown, whole) / self._clip_length)
+    def _num_latents(self, num_shown: int) -> int:
+        """Return the latent frames of a clip of ``num_shown`` frames, the last of which may be left out."""
+        whole = max(1, (num_shown - self._per_chunk) // self._clip_length) * self._clip_length + self._per_chunk
+        num_chunks = math.ceil(min(num_shown, whole) / self._clip_length)
         return num_chunks * self._per_chunk - int(self.vae.get("token_drop", TOKEN_DROP))
+
+    def _num_sound_rows(self, num_samples: int) -> int:
+        """Return the rows of both channels of a sound, which is cut to the length of the result."""
+        longest = int(self.num_frames / self.rate * self.sound_rate)
+        return 2 * math.ceil(min(num_samples, longest) / math.prod(self.audio_vae.get("encoder_rates", SOUND_STRIDES)))
 
     @property
     def _picture_size(self) -> tuple[int, int]:
@@ -113,7 +138,7 @@ class ReferenceSizes:
 
     @property
     def _canvas(self) -> tuple[int, int]:
-        """Height and width of the clip."""
+        """Height and width of the clips."""
         limits = (self._setting(name) for name in ("canvas_short_edge", "canvas_max_pixels"))
         size: tuple[int, int] = resolve_canvas_size(self.request.width, self.request.height, self.multiple, *limits)
         return size

@@ -1,7 +1,7 @@
 """MiniMax-H3: clips with sound. All tokens are one packed sequence, and the model guides itself.
 
 A folder with ``transformer`` makes them from words, and from a first and a last frame (workflows t2va, fl2va). One with
-``transformer_ref`` alone makes them from references (ref2va): pictures and a clip that the prompt names. The published
+``transformer_ref`` alone makes them from references (ref2va): pictures and clips that the prompt names. The published
 folder has both; a gang holds one.
 """
 
@@ -30,13 +30,15 @@ if TYPE_CHECKING:
 WORDS, REFERENCES = "transformer", "transformer_ref"
 """Transformers of the workflows without and with references."""
 REF2VA = "ref2va"
-MAX_REFERENCE_PICTURES = 9
+MAX_REFERENCE_PICTURES, MAX_REFERENCE_CLIPS = 9, 3
 MIN_REFERENCE_FRAMES = 13
 """The text encoder sees two frames a second, and at least two of a clip."""
 MAX_ASPECT = 4.0
 """Longest side of a reference, in times the other."""
 RATE = 24
 """Frames a second of the model, and of a clip that came along, whatever the rate of the result."""
+SOUND_RATE = 32_000
+"""Samples a second that the sound's auto-encoder takes, unless its configuration says it."""
 TOKENS = "tokens"
 BLOCKS = "transformer_blocks"
 REFINERS = "token_refiner.refiner_blocks.*.attn"
@@ -128,7 +130,7 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
         return {"num_inference_steps": request.num_inference_steps + 1, **dict.fromkeys(names, "shown")}
 
     def place_pictures(self, path: Path, request: MediaRequest, pictures: InputPictures) -> Mapping[str, Any]:
-        """Return the references: pictures in their order, then the clip."""
+        """Return the references: pictures in their order, then the clips."""
         if not takes_references(path) or not (pictures.pictures or pictures.video):
             return {}
         from pipelines.models.mini_max_h3.references import references_of
@@ -154,8 +156,16 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
         """Return encoded references, and a prompt with the tokens that the text encoder has of them."""
         from pipelines.models.mini_max_h3.references import ReferenceSizes
 
-        vae, index, multiple = read_config(path, "vae"), read_index(path), self.defaults(path).size_multiple
-        sizes = ReferenceSizes(request=request, vae=vae, index=index, multiple=multiple, rate=RATE)
+        defaults = self.defaults(path)
+        sizes = ReferenceSizes(
+            request=request,
+            vae=read_config(path, "vae"),
+            audio_vae=read_config(path, "audio_vae"),
+            index=read_index(path),
+            multiple=defaults.size_multiple,
+            rate=RATE,
+            sound_rate=defaults.video_sound_rate,
+        )
         num_tokens = TYPICAL_TOKENS + sizes.num_prompt_tokens
         return {**self.blank_conditioning(read_config(path, REFERENCES), num_tokens), **sizes.blank_values()}
 
@@ -186,6 +196,8 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
             max_video_frames=common.max_frames,
             min_video_frames=MIN_REFERENCE_FRAMES,
             video_fps=RATE,
+            max_videos=MAX_REFERENCE_CLIPS,
+            video_sound_rate=int(read_config(path, "audio_vae").get("sampling_rate", SOUND_RATE)),
             takes_both=True,
             needs_source=True,
             cuts_video=True,

@@ -85,7 +85,7 @@ def test_pictures_of_one_size_wait_little_and_are_many() -> None:
 def test_under_load_nearly_all_are_done_in_three_times_their_lone_time() -> None:
     """At a load of 0.75; first come, first served does that for half of them."""
     lone_s = {shape: NUM_STEPS * by_size[2] for shape, by_size in STEPS.items()}
-    arrivals = mixed(600, 0.75 / (0.70 * lone_s["512x512"] + 0.25 * lone_s["1024x1024"] + 0.05 * lone_s["2048x2048"]))
+    arrivals = mixed(300, 0.75 / (0.70 * lone_s["512x512"] + 0.25 * lone_s["1024x1024"] + 0.05 * lone_s["2048x2048"]))
     shares = {}
     for name in ("shortest", "arrival"):
         latencies_s = Simulation(gang=SimulatedGang(steps=STEPS, num_ranks=2), policy=make_policy(name)).run(arrivals)

@@ -224,7 +224,7 @@ def test_serves_own_policy_waits_before_it_changes_the_number() -> None:
 
 
 def test_the_last_line_is_one_document(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["simulate_cluster", "--gpus", "8", "--hours", "0.2", "--from-hour", "9", "--ongoing", "2", "--fixed", "1"]
+    argv = ["simulate_cluster", "--gpus", "8", "--hours", "0.05", "--from-hour", "9", "--ongoing", "2", "--fixed", "1"]
     monkeypatch.setattr("sys.argv", argv)
     program.main()
     printed = capsys.readouterr()

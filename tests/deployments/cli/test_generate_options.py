@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,16 @@ from deployments.http.answers import Model
 from deployments.requests.model_choice import Needs
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
-from tests.deployments.support.fake_studio import BEGUN_CLIPS, BOTH, CHANGED_CLIPS, CLIPS, CONTROLLED, EDITS, PICTURES
+from tests.deployments.support.fake_studio import (
+    BEGUN_CLIPS,
+    BOTH,
+    CHANGED_CLIPS,
+    CLIPS,
+    CONTROLLED,
+    EDITS,
+    PICTURES,
+    REFERRED_CLIPS,
+)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
@@ -74,7 +83,9 @@ def test_pictures_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_control_and_a_clip_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--control-image", "a.png", "--control-scale", "0.7", "--video", "b.mp4")
-    expected = {"control_image": Path("a.png"), "control_scale": 0.7, "video": Path("b.mp4")}
+    options = (*options, "--video", "c.mp4", "--keep-audio")
+    expected = {"control_image": Path("a.png"), "control_scale": 0.7, "videos": [Path("b.mp4"), Path("c.mp4")]}
+    expected["keep_audio"] = True
     assert asked(monkeypatch, *options) == {"prompt": "a red circle", **expected}
 
 
@@ -145,6 +156,8 @@ def test_a_model_answers_to_its_other_names() -> None:
         ("x.mp4", Needs(), "clips"),
         ("x.mp4", Needs(num_pictures=1), "begun_clips"),
         ("x.mp4", Needs(has_video=True), "changing"),
+        ("x.mp4", Needs(has_video=True, keeps_audio=True), "changing"),
+        ("x.mp4", Needs(has_video=True, num_videos=2), "referring"),
         ("x.png", Needs(), "pictures"),
         ("x.png", Needs(num_pictures=1), "editor"),
         ("x.png", Needs(has_control=True), "following"),
@@ -154,6 +167,7 @@ def test_a_model_answers_to_its_other_names() -> None:
 def test_without_a_name_it_is_what_the_server_takes(out: str, needs: Needs, expected: str) -> None:
     served: Any = Served(
         changing=CHANGED_CLIPS,
+        referring=replace(REFERRED_CLIPS, max_videos=3, max_pictures=0),
         following=CONTROLLED,
         clips=CLIPS,
         begun_clips=BEGUN_CLIPS,
@@ -169,7 +183,7 @@ def test_files_have_the_names_of_the_form(tmp_path: Path) -> None:
     for name, path in paths.items():
         path.write_bytes(name.encode())
     image, *others = paths.items()
-    inputs = generate.Inputs(images=(image[1],), **dict(others))
+    inputs = generate.Inputs(images=(image[1],), videos=(paths["video"],), **dict(others[:-1]))
     assert inputs.read() == [(name, (f"{name}.bin", name.encode())) for name in paths]
     with pytest.raises(ValueError, match=r"gone\.png cannot be read: No such file"):
         generate.Inputs(images=(tmp_path / "gone.png",)).read()

@@ -12,7 +12,7 @@ import pytest
 from deployments.clips.storage import ClipFolders, StorageLostError
 from deployments.clips.store import ClipStore
 from engines.gang.errors import GangBrokenError
-from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
+from pipelines.request import InputPicture, InputPictures, InputSound, InputVideo, MediaRequest
 from tests.deployments.clips.support.runs import REQUEST as WORDS
 from tests.deployments.clips.support.runs import ended, failure_of, running, started
 from tests.deployments.support.fake_studio import CLIPS, FakeStudio
@@ -22,6 +22,7 @@ from tests.support.patience import PATIENCE_S
 pytestmark = pytest.mark.usefixtures("each_database")
 
 REQUEST = replace(WORDS, num_pictures=2, has_mask=True, num_video_frames=5, strength=0.5)
+REQUEST = replace(REQUEST, further_video_frames=(3, 5), sound_samples=(6, 0, 4))
 CLIP = InputVideo(
     width=WORDS.width,
     height=WORDS.height,
@@ -31,10 +32,15 @@ CLIP = InputVideo(
 )
 INPUTS = InputPictures(
     pictures=(InputPicture.of(noise(48, 32)), InputPicture.of(noise(7, 5, "RGBA"))),
-    video=CLIP,
+    video=replace(CLIP, sound=InputSound(num_channels=2, rate=8000, data=bytes(range(48)))),
+    further_videos=(
+        replace(CLIP, num_frames=3, data=CLIP.data[: len(CLIP.data) // 5 * 3]),
+        replace(CLIP, data=CLIP.data[::-1], sound=InputSound(num_channels=1, rate=16_000, data=bytes(16))),
+    ),
     video_mask=replace(CLIP, data=noise(WORDS.width, 5 * WORDS.height).tobytes()[::-1]),
 )
 TAKES = replace(CLIPS, max_pictures=2, masks_video=True, max_video_frames=5, takes_both=True, takes_strength=True)
+TAKES = replace(TAKES, max_videos=3, video_sound_rate=8000)
 
 
 def studio_of_inputs(**settings: Any) -> FakeStudio:
@@ -45,7 +51,8 @@ def kept(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "videos").rglob("input-*"))
 
 
-KEPT = ["input-0.png", "input-1.png", "input-video-mask.rgb", "input-video.rgb"]
+KEPT = ["input-0.png", "input-1.png", "input-sound-0.f32", "input-sound-2.f32"]
+KEPT += ["input-video-1.rgb", "input-video-2.rgb", "input-video-mask.rgb", "input-video.rgb"]
 
 
 async def test_they_reach_the_studio_and_are_gone_at_the_end(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from pipelines.media import clip
 from pipelines.media.clip import group_length
 from pipelines.media.encode import encode_frames, encode_thumbnail
 from pipelines.media.sound import Sound
+from pipelines.request import InputSound
 from tests.deployments.support.fake_studio import CLIPS
 from tests.support.patience import PATIENCE_S
 
@@ -60,6 +62,24 @@ def test_a_group_is_encoded_while_later_frames_are_decoded(monkeypatch: pytest.M
     assert decoder.waited == [True]
     assert data == encode_frames(FRAMES, "mp4", fps=REQUEST.fps, sound=SOUND)
     assert thumbnail == encode_thumbnail(FRAMES[0])
+
+
+class SilentDecoder(Decoder):
+    def decode_chunks(self, latents: Mapping[str, Any], request: Any) -> Iterator[DecodedMedia]:
+        for media in super().decode_chunks(latents, request):
+            yield replace(media, sound=None)
+
+
+@pytest.mark.parametrize(("decoder", "is_copied"), [(SilentDecoder, True), (Decoder, False)])
+def test_a_clip_without_a_sound_of_its_own_has_the_one_that_came_along(decoder: Any, *, is_copied: bool) -> None:
+    """No longer than the clip."""
+    whole_s = REQUEST.num_frames / REQUEST.fps
+    samples_CT = np.random.default_rng(1).random((2, round(3 * whole_s * 48_000)), np.float32) - 0.5
+    sound = InputSound(num_channels=2, rate=48_000, data=samples_CT.tobytes())
+    stage = ClipFinisher(decoder(), Workers(1, "decoding"), Workers(1, "writing"))
+    data, _ = stage.finish(LATENTS, REQUEST, copied=vae_decoder._copied(sound, REQUEST))
+    expected = Sound(samples_CT=samples_CT[:, : round(whole_s * 48_000)], rate=48_000) if is_copied else SOUND
+    assert data == encode_frames(FRAMES, "mp4", fps=REQUEST.fps, sound=expected)
 
 
 def test_the_thumbnail_is_made_while_later_frames_are_decoded(monkeypatch: pytest.MonkeyPatch) -> None:

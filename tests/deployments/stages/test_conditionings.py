@@ -20,7 +20,7 @@ from pipelines.blocks.state import NoiseState
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
 from pipelines.media.encode import encode_frames
-from pipelines.request import InputPicture, InputPictures, InputVideo, Lora, MediaRequest, SecondStage
+from pipelines.request import InputPicture, InputPictures, InputSound, InputVideo, Lora, MediaRequest, SecondStage
 from pipelines.run import load_pipeline
 from pipelines.solver import Solver
 from tests.deployments.stages.test_stages import spec_of, tensors
@@ -60,6 +60,9 @@ MATTERS: dict[str, Any] = {
     "frame_indices": (0, -1),
     "has_mask": True,
     "num_video_frames": 5,
+    "further_video_frames": (5,),
+    "sound_samples": (100,),
+    "copies_sound": True,
     "has_control": True,
     "control_scale": 0.5,
     "control_guidance_start": 0.25,
@@ -144,6 +147,7 @@ def test_a_mask_is_no_picture_and_a_form_is_no_other() -> None:
     one, mask = InputPicture.of(noise(8, 4, "L")), InputPicture.of(noise(8, 4, "L"))
     upright = replace(one, width=4, height=8)
     clip = InputVideo(width=4, height=4, num_frames=2, fps=8, data=bytes(range(96)))
+    sound = InputSound(num_channels=2, rate=8, data=bytes(range(32)))
     inputs = [
         InputPictures(),
         InputPictures(pictures=(one,)),
@@ -154,6 +158,10 @@ def test_a_mask_is_no_picture_and_a_form_is_no_other() -> None:
         InputPictures(video=clip),
         InputPictures(video=replace(clip, data=clip.data[::-1])),
         InputPictures(video=replace(clip, width=2, height=8)),
+        InputPictures(video=clip, further_videos=(clip,)),
+        InputPictures(video=replace(clip, sound=sound)),
+        InputPictures(video=replace(clip, sound=replace(sound, data=sound.data[::-1]))),
+        InputPictures(video=replace(clip, sound=replace(sound, num_channels=1))),
     ]
     assert len({CacheKeys.of(REQUEST, SentPictures.of(each)).unseeded for each in inputs}) == len(inputs)
 

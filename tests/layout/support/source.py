@@ -43,6 +43,20 @@ def nodes_of(name: str) -> tuple[ast.AST, ...]:
     return tuple(ast.walk(tree_of(name)))
 
 
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
+"""Fields of statements, and of the clauses of ``try`` and ``match``, that have statements inside."""
+
+
+def functions_of(node: ast.AST) -> Iterator[Function]:
+    """Yield all functions of a module, those inside others too. Expressions, most of its nodes, have none."""
+    for name in BLOCKS:
+        for inner in getattr(node, name, ()):
+            if isinstance(inner, Function):
+                yield inner
+            yield from functions_of(inner)
+
+
 @cache
 def modules_named(name: str) -> tuple[tuple[int, str], ...]:
     """Return every absolute module that a file imports, or names in a string that looks like one of this project's."""

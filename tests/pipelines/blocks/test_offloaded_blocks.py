@@ -6,8 +6,10 @@ layer that runs outside its block shows.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +33,7 @@ from tests.pipelines.support.checkpoints import (
     tiny_qwen,
     tiny_video,
 )
+from tests.pipelines.support.references.picture_cases import small_pictures
 
 ALL = 1000
 """More blocks than any module has."""
@@ -38,10 +41,10 @@ ALL = 1000
 CASES = {
     **MODELS,
     "flux": Model(make=tiny.flux),
-    "flux kontext": Model(make=tiny_pictures.flux_kontext, num_pictures=1),
+    "flux kontext": Model(make=tiny_pictures.flux_kontext, num_pictures=1, world=small_pictures),
     "flux 2 klein": Model(make=tiny_models.flux2_klein),
     "qwen": Model(make=tiny_models.qwen_image),
-    "qwen layered": Model(make=tiny_qwen.qwen_layered, num_pictures=1, world=MODELS["qwen edit"].world),
+    "qwen layered": Model(make=tiny_qwen.qwen_layered, num_pictures=1, world=small_pictures),
     "z image": Model(make=tiny_models.z_image, changes={"true_cfg_scale": 3.0}),
     "sd 3.5 large": Model(make=tiny_others.sd35_large),
     "wan": Model(make=tiny.wan, num_latent_frames=2),
@@ -67,7 +70,7 @@ def made(name: str, folder: Path, number: int) -> tuple[dict[str, Tensor], int]:
     with closing(TorchEngine(denoiser, options=options, fast=False)) as engine:
         with model.world():
             pipeline = load_pipeline(checkpoint, engine)
-        latents = latents_of(pipeline.denoise(request, model.inputs(request)))
+            latents = latents_of(pipeline.denoise(request, model.inputs(request)))
         return latents, sum(offload.num_copies for offload in engine._sharded._offloads)
 
 
@@ -76,8 +79,8 @@ def leave_nothing(block: _HostBlock) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT])
-def test_jobs_have_the_same_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = CASES[name].make(tmp_path / "model")
+def test_jobs_have_the_same_bytes(name: str, folders: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = folders(CASES[name].make)
     expected, num_copies = made(name, folder, 0)
     assert num_copies == 0
     monkeypatch.setattr(_HostBlock, "leave", leave_nothing)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -90,8 +91,8 @@ READABLE = [
 
 
 @pytest.mark.parametrize(("name", "form"), READABLE)
-def test_weights_are_what_they_stand_for(name: str, form: str, tmp_path: Path) -> None:
-    base = CASES[name].make(tmp_path / "model")
+def test_weights_are_what_they_stand_for(name: str, form: str, folders: Callable[[Any], Path], tmp_path: Path) -> None:
+    base = folders(CASES[name].make)
     source, expected = FORMS[form](base, tmp_path / "quantised")
     modules = Checkpoint.open(source, "cpu", torch.float32).denoiser().modules
     read, written = dict(modules[part_of(base)].state_dict()), tensors_of(base)
@@ -101,8 +102,10 @@ def test_weights_are_what_they_stand_for(name: str, form: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("name", SCALED_ALONE)
-def test_classes_that_diffusers_reads_from_no_file_are_told(name: str, tmp_path: Path) -> None:
-    base = CASES[name].make(tmp_path / "model")
+def test_classes_that_diffusers_reads_from_no_file_are_told(
+    name: str, folders: Callable[[Any], Path], tmp_path: Path
+) -> None:
+    base = folders(CASES[name].make)
     source, _ = gguf_folder(base, tmp_path / "quantised")
     with pytest.raises(ValueError, match=r"diffusers reads no \w+ from one file .*: give a folder"):
         Checkpoint.open(source, "cpu", torch.float32).denoiser()

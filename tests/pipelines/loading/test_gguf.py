@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -32,8 +33,8 @@ BLOCK = 32
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.z_image(tmp_path_factory.mktemp("z_image"))
+def base(folders: Callable[[Any], Path]) -> Path:
+    return folders(tiny_models.z_image)
 
 
 def write(base: Path, file: Path, kind: gguf.GGMLQuantizationType, *, reshaped: str = "") -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -25,8 +25,8 @@ from tests.pipelines.support.checkpoints import tiny_models, tiny_whole
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.z_image(tmp_path_factory.mktemp("plain"))
+def plain(folders: Callable[[Any], Path]) -> Path:
+    return folders(tiny_models.z_image)
 
 
 @pytest.fixture(scope="module")

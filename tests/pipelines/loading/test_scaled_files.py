@@ -30,8 +30,8 @@ FORMATS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.z_image(tmp_path_factory.mktemp("z_image"))
+def base(folders: Callable[[Any], Path]) -> Path:
+    return folders(tiny_models.z_image)
 
 
 def marked(tensors: Tensors) -> Tensors:

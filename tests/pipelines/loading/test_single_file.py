@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +27,8 @@ MAKERS_NAMES = {
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.z_image(tmp_path_factory.mktemp("z_image"))
+def base(folders: Callable[[Any], Path]) -> Path:
+    return folders(tiny_models.z_image)
 
 
 @pytest.fixture(scope="module")

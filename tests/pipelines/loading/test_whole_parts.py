@@ -29,14 +29,14 @@ PARTS = [*LOAD, SLICED]
 
 
 @pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.z_image(tmp_path_factory.mktemp("z_image"))
+def base(folders: Callable[[Any], Path]) -> Path:
+    return folders(tiny_models.z_image)
 
 
 @pytest.fixture(scope="module")
-def called(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def called(folders: Callable[[Any], Path]) -> Path:
     """A pipeline without blocks, which runs by its own call."""
-    return tiny_whole.sana(tmp_path_factory.mktemp("sana"))
+    return folders(tiny_whole.sana)
 
 
 def load(part: str, folder: Path) -> Any:

@@ -3,6 +3,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,9 +21,9 @@ SMALL: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.fixture(scope="session")
-def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def small(folders: Callable[[Any], Path]) -> Callable[[str], Path]:
     """Folders of models by short names, each made once."""
-    return cache(lambda name: SMALL[name](tmp_path_factory.mktemp("model")))
+    return lambda name: folders(SMALL[name])
 
 
 @pytest.fixture(scope="session")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -40,11 +41,11 @@ class Written:
 
 
 @pytest.fixture(scope="module")
-def written(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
+def written(folders: Callable[[Any], Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Written]:
     @cache
     def make(name: str) -> Written:
         model, top = MODELS[name], tmp_path_factory.mktemp("model")
-        folder = model.make(top / "model")
+        folder = folders(model.make)
         adapter = write_lora(folder, top / "adapter", seed=1)
 
         @cache

@@ -25,13 +25,13 @@ TOLERANCE = 1e-4
 
 
 @pytest.fixture(scope="module")
-def sdxl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_unknown.sdxl(tmp_path_factory.mktemp("model"))
+def sdxl(folders: Callable[[Any], Path]) -> Path:
+    return folders(tiny_unknown.sdxl)
 
 
 @pytest.fixture(scope="module")
-def cosmos(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_cosmos.cosmos(tmp_path_factory.mktemp("model"))
+def cosmos(folders: Callable[[Any], Path]) -> Path:
+    return folders(tiny_cosmos.cosmos)
 
 
 @cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -33,8 +32,8 @@ STRATEGIES = [("ulysses", 2), ("ring", 2), ("hybrid", 4)]
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return cache(lambda name: MAKERS[name](tmp_path_factory.mktemp("model")))
+def folder_of(folders: Callable[[Any], Path]) -> Callable[[str], Path]:
+    return lambda name: folders(MAKERS[name])
 
 
 def expected(folder: Path) -> tuple[Tensor, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -29,8 +30,8 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return CLIP.make(tmp_path_factory.mktemp("ltx2"))
+def folder(folders: Callable[[Any], Path]) -> Path:
+    return folders(CLIP.make)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,8 +30,8 @@ CASE = Case(make=tiny_models.z_image, changes={"true_cfg_scale": 3.0})
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_models.z_image(tmp_path_factory.mktemp("z_image"))
+def folder(folders: Callable[[Any], Path]) -> Path:
+    return folders(tiny_models.z_image)
 
 
 def latents_of(folder: Path, num_letters: int, *, fast: bool | None) -> Tensor:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -37,8 +37,8 @@ IN_ORDER = KeyMask.in_order
 
 
 @pytest.fixture(scope="module")
-def folder_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    return cache(lambda name: MAKERS[name](tmp_path_factory.mktemp("model")))
+def folder_of(folders: Callable[[Any], Path]) -> Callable[[str], Path]:
+    return lambda name: folders(MAKERS[name])
 
 
 def engine_of(checkpoint: Checkpoint, strategy: str = "ulysses", *, windows: bool = True) -> TorchEngine:

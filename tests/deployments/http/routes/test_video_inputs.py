@@ -17,6 +17,7 @@ from PIL import Image
 from deployments.clips.clips import Clips
 from deployments.http.context import ApiContext
 from pipelines.media.clip import encode_clip
+from pipelines.media.sound import Sound
 from pipelines.request import Lora
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_videos import finished
@@ -31,6 +32,14 @@ LEVELS = np.arange(20, 20 + 20 * NUM_FRAMES, 20, dtype=np.uint8)
 TOLERANCE = 6
 FILE = encode_clip(np.broadcast_to(LEVELS[:, None, None, None], (NUM_FRAMES, HEIGHT, WIDTH, 3)).copy(), FPS)
 URL = data_url(FILE, "video/mp4")
+HZ, RATE = 440, 32_000
+TIMES_S = np.arange(NUM_FRAMES * RATE // FPS) / RATE
+TONE = encode_clip(
+    np.broadcast_to(LEVELS[:, None, None, None], (NUM_FRAMES, HEIGHT, WIDTH, 3)).copy(),
+    FPS,
+    Sound(samples_CT=np.sin(2 * np.pi * HZ * TIMES_S, dtype=np.float32)[None] / 2, rate=RATE),
+)
+TONE_URL = data_url(TONE, "video/mp4")
 VIDEOS = "/v1/videos"
 
 
@@ -245,10 +254,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "more seconds": ({"video": URL, "seconds": 3}, "seconds", "seconds is 3, which is 25 frames at 8 fps"),
     "a size": ({"video": URL, "size": "50x50"}, "size", "multiples of 16"),
     "frames": ({"video": URL, "num_frames": 8}, "num_frames", "1 + a multiple of 4"),
-    "two clips": ({"video": [URL, URL]}, "video", "it must be one clip"),
+    "two clips": ({"video": [URL, URL]}, "video", "2 clips came along; this model takes 1 at most"),
     "an unknown key": ({"video": {"url": URL}}, "video", "it must be one clip"),
     "another address": ({"video": "https://example.com/a.mp4"}, "video", "clips are not fetched from elsewhere"),
     "noise": ({"video": data_url(b"noise", "video/mp4")}, "video", "is no clip that can be read"),
+    "no sound": ({"video": URL, "keep_audio": True}, "keep_audio", "no clip with a sound came along"),
+    "a sound of no clip": ({"model": CONTINUED, "keep_audio": True}, "keep_audio", "does not run beside the clip"),
+    "a sound for words": ({"model": "fake-clips", "keep_audio": True}, "keep_audio", "takes no clip"),
+    "two sounds": ({"video": URL, "keep_audio": True, "generate_sound": True}, "keep_audio", "a sound of its own"),
     "a picture as well": ({"video": URL, "input_reference": URL}, "input_reference", "1 picture came along"),
 }
 
@@ -374,3 +387,49 @@ async def test_the_list_of_models_says_what_references_are(
     limits = cards[referred]["defaults"]
     assert (limits["needs_source"], limits["takes_both"], limits["cuts_video"]) == (True, True, True)
     assert cards[referred]["capabilities"] == ["image-to-video", "video-to-video"]
+
+
+async def test_references_are_several_clips_with_their_sound(
+    client: httpx.AsyncClient, studio: FakeStudio, referred: str
+) -> None:
+    """By JSON, a form and ids; the model says that it hears them, and how many it takes."""
+    studio.defaults = {referred: replace(REFERRED_CLIPS, max_videos=3, video_sound_rate=16_000)}
+    fields = {"model": referred, "prompt": "a", "size": "48x32", "num_frames": 5}
+    before = await source(client)
+    urls = [data_url(TONE, "video/mp4"), {"video_url": URL}, {"id": before["id"]}]
+    await made(client, await client.post(VIDEOS, json={**fields, "video": urls, "keep_audio": True}))
+    form = {name: str(value) for name, value in fields.items()} | {"keep_audio": "true"}
+    files = [("video", TONE), ("video", FILE), ("video", (None, before["id"]))]
+    answer = await client.post(VIDEOS, data=form, files=files)
+    await made(client, answer)
+    for request, inputs in zip(studio.performed[-2:], studio.inputs[-2:], strict=True):
+        assert (request.num_video_frames, request.further_video_frames) == (5, (5, 5))
+        assert (request.sound_samples, request.copies_sound) == ((10_000, 0, 0), False)
+        assert [one.sound is not None for one in inputs.videos] == [True, False, False]
+    assert studio.inputs[-1] == studio.inputs[-2]
+    await made(client, await client.post(VIDEOS, json={**fields, "video": urls}))
+    assert studio.performed[-1].sound_samples == ()
+    assert [one.sound for one in studio.inputs[-1].videos] == [None] * 3
+    error = error_of(await client.post(VIDEOS, json={**fields, "video": [URL] * 4}), 400)
+    assert (error["param"], "4 clips came along; this model takes 3 at most" in error["message"]) == ("video", True)
+    error = error_of(await client.post(VIDEOS, json={**fields, "video": [URL], "keep_audio": True}), 400)
+    assert (error["param"], "no clip with a sound" in error["message"]) == ("keep_audio", True)
+    cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
+    limits = cards[referred]["defaults"]
+    assert (limits["max_videos"], limits["video_sound_rate"]) == (3, 16_000)
+
+
+async def test_the_sound_of_a_clip_that_is_changed_goes_into_the_result(
+    client: httpx.AsyncClient, studio: FakeStudio
+) -> None:
+    """Its first 9 of 11 frames, by a model that makes no sound."""
+    await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": TONE_URL, "keep_audio": True}))
+    request, (video,) = studio.performed[-1], studio.inputs[-1].videos
+    assert (request.copies_sound, request.sound_samples) == (True, (9 * 48_000 // FPS,))
+    assert video.sound is not None
+    samples = np.frombuffer(video.sound.data, np.float32)
+    assert np.abs(np.fft.rfft(samples)).argmax() == pytest.approx(HZ * 9 / FPS, abs=1)
+    for keep_audio in (False, None):
+        fields = {"prompt": "a", "video": TONE_URL, "keep_audio": keep_audio}
+        await made(client, await client.post(VIDEOS, json=fields))
+        assert (studio.performed[-1].copies_sound, studio.inputs[-1].videos[0].sound) == (False, None)

@@ -11,6 +11,7 @@ BAD_IMAGES: dict[str, tuple[str | bytes, str | None, str]] = {
     "blank prompt": ('{"prompt": " \\n "}', "prompt", "must say something"),
     "prompt with NUL": ('{"prompt": "a\\u0000"}', "prompt", "character U+0000"),
     "prompt not text": ('{"prompt": 5}', "prompt", "prompt is 5: it must be text"),
+    "long name": ('{"prompt": "a", "user": "%s"}' % ("a" * 513), "user", "at most 512 characters"),
     "long prompt": ('{"prompt": "%s"}' % ("a" * 32_001), "prompt", "at most 32000 characters"),
     "unknown field": ('{"prompt": "a", "stepz": 3}', "stepz", "Unknown field 'stepz'; known fields: prompt, model"),
     "part of a name": ('{"prompt": "a", "steps": 3}', "steps", "did you mean num_inference_steps? Known fields:"),

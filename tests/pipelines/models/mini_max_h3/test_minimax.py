@@ -57,8 +57,8 @@ GANGS = [
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return minimax_h3(tmp_path_factory.mktemp("minimax"))
+def folder(folders: Callable[[Any], Path]) -> Path:
+    return folders(minimax_h3)
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from pipelines.blocks.blank import blank_conditioning
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.source import LoraSource
-from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
+from pipelines.request import InputPicture, InputPictures, InputSound, InputVideo, MediaRequest
 from pipelines.run import load_pipeline
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
@@ -38,13 +38,16 @@ from tests.pipelines.support.references.video import Latents, denoised_from, fra
 NAMES = ("latents", "audio_latents")
 SIDES = (64, 96)
 NUM_FRAMES = 120
-CASES: dict[str, tuple[tuple[tuple[int, int], ...], int]] = {
-    "a picture": (((80, 50),), 0),
-    "pictures": (((80, 50), (64, 96), (33, 71)), 0),
-    "a clip": ((), 30),
-    "all": (((80, 50), (64, 96)), 30),
+CASES: dict[str, tuple[tuple[tuple[int, int], ...], tuple[int, ...]]] = {
+    "a picture": (((80, 50),), ()),
+    "pictures": (((80, 50), (64, 96), (33, 71)), ()),
+    "a clip": ((), (30,)),
+    "all": (((80, 50), (64, 96)), (30, 22, 40)),
 }
-"""Sizes of pictures, and frames of a clip."""
+"""Sizes of pictures, and frames of clips."""
+SOUNDS: dict[str, tuple[tuple[int, int], ...]] = {"all": ((2, 397), (0, 0), (1, 250))}
+"""Channels and samples of each clip's sound; 0: none. The rate is the model's."""
+SOUND_RATE = 320
 RATES = {"a clip": 12, "all": 30}
 """Frame rate of the results. A clip that comes along has the model's own rate."""
 ALL = "all"
@@ -64,13 +67,15 @@ def world() -> Any:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return minimax_h3_references(tmp_path_factory.mktemp("minimax_references"))
+def folder(folders: Callable[[Any], Path]) -> Path:
+    return folders(minimax_h3_references)
 
 
 def request_of(name: str, folder: Path, **changes: Any) -> MediaRequest:
-    sizes, num_video_frames = CASES[name]
-    along = {"num_pictures": len(sizes), "num_video_frames": num_video_frames, "fps": RATES.get(name, 24)}
+    sizes, lengths = CASES[name]
+    first, *further = lengths or (0,)
+    along = {"num_pictures": len(sizes), "num_video_frames": first, "further_video_frames": tuple(further)}
+    along |= {"fps": RATES.get(name, 24), "sound_samples": tuple(number for _, number in SOUNDS.get(name, ()))}
     more = {"prompt": "<Picture 1> turns red", "num_inference_steps": 2, "seed": 5, **along, **changes}
     height, width = SIDES
     return Checkpoint(folder).defaults.request(Size(width=width, height=height, num_frames=NUM_FRAMES), **more)
@@ -80,25 +85,45 @@ def images_of(name: str) -> list[Image.Image]:
     return [picture(width, height, seed) for seed, (width, height) in enumerate(CASES[name][0])]
 
 
-def clip_of(name: str) -> list[Image.Image]:
+def clips_of(name: str) -> list[list[Image.Image]]:
+    """Each clip begins at another place of one film."""
     height, width = SIDES
-    return list(frames(width, height, CASES[name][1])) if CASES[name][1] else []
+    return [
+        list(frames(width, height, length + 3 * number))[3 * number :] for number, length in enumerate(CASES[name][1])
+    ]
+
+
+def sounds_of(name: str) -> list[torch.Tensor | None]:
+    """The sound of each clip, (channels, samples)."""
+    shapes = SOUNDS.get(name, ((0, 0),) * len(CASES[name][1]))
+    generators = [torch.Generator().manual_seed(seed) for seed, _ in enumerate(shapes)]
+    made = [torch.rand(shape, generator=each) * 2 - 1 for shape, each in zip(shapes, generators, strict=True)]
+    return [sound if sound.numel() else None for sound in made]
 
 
 def along_with(name: str) -> InputPictures:
-    (height, width), shown = SIDES, clip_of(name)
-    data = b"".join(frame.tobytes() for frame in shown)
-    size = {"width": width, "height": height, "num_frames": len(shown), "fps": 24}
-    video = InputVideo(**size, data=data) if shown else None
-    return InputPictures(pictures=tuple(map(InputPicture.of, images_of(name))), video=video)
+    height, width = SIDES
+    videos = []
+    for shown, sound in zip(clips_of(name), sounds_of(name), strict=True):
+        data = b"".join(frame.tobytes() for frame in shown)
+        size = {"width": width, "height": height, "num_frames": len(shown), "fps": 24}
+        kept = None if sound is None else input_sound(sound)
+        videos.append(InputVideo(**size, data=data, sound=kept))
+    first, *further = videos or [None]
+    images = tuple(map(InputPicture.of, images_of(name)))
+    return InputPictures(pictures=images, video=first, further_videos=tuple(one for one in further if one))
+
+
+def input_sound(sound: torch.Tensor) -> InputSound:
+    return InputSound(num_channels=len(sound), rate=SOUND_RATE, data=sound.numpy().tobytes())
 
 
 def own_latents(name: str, folder: Path, request: MediaRequest, change: Change = as_it_is) -> Latents:
     """Diffusers counts the end of the last step as one more."""
-    shown = clip_of(name)
     references: list[Any] = [MiniMaxH3ImageReference(image=one) for one in images_of(name)]
-    if shown:
-        references.append(MiniMaxH3VideoReference(frames=shown, fps=24.0))
+    for shown, sound in zip(clips_of(name), sounds_of(name), strict=True):
+        rate = None if sound is None else SOUND_RATE
+        references.append(MiniMaxH3VideoReference(frames=shown, fps=24.0, audio=sound, sample_rate=rate))
     steps = request.num_inference_steps + 1
     state = own_state(folder, request, change=change, references=references, num_inference_steps=steps)
     return {part: state.get(part) for part in NAMES}
@@ -164,13 +189,15 @@ def test_blank_references_have_the_shapes_of_real_ones(name: str, folder: Path) 
     alike = InputPictures(
         pictures=tuple(InputPicture.of(picture(width, height, seed)) for seed, _ in enumerate(CASES[name][0])),
         video=along_with(name).video,
+        further_videos=along_with(name).further_videos,
     )
     with world():
         conditioning = checkpoint.text_encoder().encode(request, alike)
     (blank,) = checkpoint.first_step(request)
     (real,) = checkpoint.sampler().branches(checkpoint.sampler().begin(request, conditioning))
     assert {key: x.dtype for key, x in blank.inputs.items()} == {key: x.dtype for key, x in real.inputs.items()}
-    assert blank.inputs["hidden_states"].shape == real.inputs["hidden_states"].shape
+    for value in ("hidden_states", "audio_hidden_states"):
+        assert blank.inputs[value].shape == real.inputs[value].shape
     assert len(checkpoint.denoiser().probe()) == 2
 
 
@@ -189,7 +216,16 @@ def test_estimates_count_the_references_that_a_step_attends_to(name: str, folder
 def test_pixels_of_references_stay_with_the_encoder(folder: Path) -> None:
     with world():
         conditioning = Checkpoint(folder).text_encoder().encode(request_of(ALL, folder), along_with(ALL))
-    assert conditioning.values["normalized_references"] == ["image", "image", "video"]
+    clips = ["video with sound", "video", "video with sound"]
+    assert conditioning.values["normalized_references"] == ["image", "image", *clips]
+
+
+def test_the_sound_of_clips_matters(folder: Path, expected: Callable[[str], Latents]) -> None:
+    """Without it, the same clips make another result."""
+    with patch.dict(SOUNDS, clear=True), world():
+        silent = own_latents(ALL, folder, request_of(ALL, folder))
+    for part, own in expected(ALL).items():
+        assert relative_difference(silent[part], own) > 10 * TOLERANCE
 
 
 def test_a_clip_of_frames_is_made(folder: Path) -> None:

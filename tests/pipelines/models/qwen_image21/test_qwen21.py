@@ -49,8 +49,8 @@ STRATEGIES = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return qwen21(tmp_path_factory.mktemp("qwen21"))
+def folder(folders: Callable[[Any], Path]) -> Path:
+    return folders(qwen21)
 
 
 def case_of(scale: float, pictures: tuple[tuple[int, int], ...] = (), solver: Solver = AS_THE_MODEL) -> PictureCase:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -34,8 +36,8 @@ REQUESTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.wan_per_token(tmp_path_factory.mktemp("model"))
+def folder(folders: Callable[[Any], Path]) -> Path:
+    return folders(tiny.wan_per_token)
 
 
 @pytest.fixture(scope="module")

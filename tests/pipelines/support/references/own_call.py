@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -55,7 +58,23 @@ def own_state(folder: Path, request: MediaRequest, *, change: Change = as_it_is,
         "output_type": "pt",
         **more,
     }
-    return pipeline(**{name: value for name, value in inputs.items() if name in known and value is not None})
+    with uncompiled_masks():
+        return pipeline(**{name: value for name, value in inputs.items() if name in known and value is not None})
+
+
+@contextmanager
+def uncompiled_masks() -> Iterator[None]:
+    """Make masks of Wan Animate 2's class, if it is loaded, without compiling them.
+
+    A compilation takes ten seconds a process, and gives the same values.
+    """
+    module: Any = sys.modules.get("diffusers.models.transformers.transformer_wan_animate_2")
+    if module is None:
+        yield
+        return
+    make = module.create_block_mask
+    with patch.object(module, "create_block_mask", lambda *args, **call: make(*args, **{**call, "_compile": False})):
+        yield
 
 
 def longest_prompt(pipeline: Any, usual: int | None) -> int | None:

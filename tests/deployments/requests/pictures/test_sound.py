@@ -1,0 +1,171 @@
+"""The sound of clips as strangers send them: formats against diffusers' own reading, rates, faults and limits."""
+
+from __future__ import annotations
+
+import io
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+import pytest
+from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3AudioReference
+from numpy.typing import NDArray
+
+from deployments.requests.pictures.limits import PictureLimits
+from pipelines.request import InputSound
+from tests.deployments.requests.pictures.test_video import FPS, GREYS, MP4, NUM_FRAMES, form, read, refusal
+
+RATE = 16_000
+DURATION_S = NUM_FRAMES / FPS
+HZ = (440, 660)
+NOISE = 0.02
+"""Difference that a lossy encoder makes to a tone of half the range, on average."""
+
+
+def tone(num_channels: int, rate: int, duration_s: float) -> NDArray[np.float32]:
+    times_s = np.arange(round(duration_s * rate)) / rate
+    return np.stack([np.sin(2 * np.pi * hz * times_s) / 2 for hz in (HZ * 4)[:num_channels]]).astype(np.float32)
+
+
+def with_sound(
+    sound_CT: NDArray[np.float32],
+    *,
+    container: str = "mp4",
+    codecs: tuple[str, str] = ("libx264", "aac"),
+    rate: int = RATE,
+    layout: str = "stereo",
+    first_s: float = 0.0,
+) -> bytes:
+    """Return a clip of greys with ``sound_CT``, which begins at ``first_s``."""
+    file = io.BytesIO()
+    with av.open(file, "w", format=container) as output:
+        stream: Any = output.add_stream(codecs[0], rate=FPS)
+        stream.height, stream.width, stream.pix_fmt = *GREYS[0].shape[:2], "yuv420p"
+        track: Any = output.add_stream(codecs[1], rate=rate, layout=layout)
+        for number, frame_HWC in enumerate(GREYS):
+            frame = av.VideoFrame.from_ndarray(frame_HWC, format="rgba").reformat(format="yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            output.mux(stream.encode(frame))
+        planar = track.format.name
+        samples = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound_CT), format="fltp", layout=layout)
+        samples.sample_rate, samples.time_base, samples.pts = rate, Fraction(1, rate), round(first_s * rate)
+        resampler = av.AudioResampler(format=planar, layout=layout, rate=rate, frame_size=track.frame_size or 1024)
+        for one in (*resampler.resample(samples), *resampler.resample(None)):
+            output.mux(track.encode(one))
+        output.mux(track.encode(None))
+        output.mux(stream.encode(None))
+    return file.getvalue()
+
+
+def sound_of(data: bytes, limits: PictureLimits | None = None, **form_: Any) -> InputSound | None:
+    return read(data, limits, **{"sound_rate": RATE, **form_}).sound
+
+
+def samples_of(sound: InputSound | None) -> NDArray[np.float32]:
+    assert sound is not None
+    return np.frombuffer(sound.data, np.float32).reshape(sound.num_channels, -1)
+
+
+FILES = {
+    "mp4, aac": {},
+    "mov, pcm": {"container": "mov", "codecs": ("libx264", "pcm_s16le"), "layout": "mono"},
+    "mov, alac": {"container": "mov", "codecs": ("libx264", "alac")},
+    "webm, opus": {"container": "webm", "codecs": ("libvpx", "libopus"), "rate": 48_000},
+    "mkv, flac": {"container": "matroska", "codecs": ("libx264", "flac")},
+    "mp4, mp3": {"codecs": ("libx264", "libmp3lame")},
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_samples_are_those_that_diffusers_reads(name: str, tmp_path: Path) -> None:
+    """At the file's own rate; a sound that is longer than the clip is cut."""
+    options: dict[str, Any] = FILES[name]
+    rate, num_channels = options.get("rate", RATE), 1 if options.get("layout") == "mono" else 2
+    data = with_sound(tone(num_channels, rate, 1.0), **options)
+    (tmp_path / "clip").write_bytes(data)
+    reference = MiniMaxH3AudioReference.from_file(tmp_path / "clip")
+    assert reference.sample_rate == rate
+    own = samples_of(sound_of(data, sound_rate=rate))
+    num_samples = round(DURATION_S * rate)
+    assert own.shape == (num_channels, num_samples)
+    assert np.array_equal(own, reference.audio.numpy()[:, :num_samples])
+    assert np.abs(own - tone(num_channels, rate, DURATION_S)).mean() < NOISE
+
+
+def test_a_sound_far_longer_than_the_frames_is_no_fault() -> None:
+    assert samples_of(sound_of(with_sound(tone(2, RATE, 4.0)))).shape == (2, round(DURATION_S * RATE))
+
+
+@pytest.mark.parametrize(("rate", "wanted"), [(44_100, 32_000), (16_000, 48_000)])
+def test_another_rate_is_resampled(rate: int, wanted: int) -> None:
+    sound = sound_of(with_sound(tone(2, rate, 1.0), rate=rate), sound_rate=wanted)
+    assert (sound and sound.rate) == wanted
+    assert np.abs(samples_of(sound) - tone(2, wanted, DURATION_S)).mean() < NOISE
+
+
+def test_a_sound_that_begins_later_follows_silence() -> None:
+    late_s, codecs = 0.25, ("libx264", "flac")
+    data = with_sound(tone(2, RATE, DURATION_S - late_s), container="matroska", codecs=codecs, first_s=late_s)
+    own, num_silent = samples_of(sound_of(data)), round(late_s * RATE)
+    assert own.shape[1] == round(DURATION_S * RATE)
+    assert not own[:, :num_silent].any()
+    expected = tone(2, RATE, DURATION_S - late_s)
+    assert np.abs(own[:, num_silent:] - expected).max() < 1e-3
+
+
+def test_more_channels_are_mixed_into_two() -> None:
+    """Half of what is in front goes to its side (ITU-R BS.775); here only that plays."""
+    sound_CT = tone(6, RATE, 1.0)
+    sound_CT[2:] = 0
+    data = with_sound(sound_CT, container="matroska", codecs=("libx264", "flac"), layout="5.1")
+    own, expected = samples_of(sound_of(data)), tone(2, RATE, DURATION_S)
+    assert own.shape == expected.shape
+    for channel, hers in zip(own, expected, strict=True):
+        assert np.corrcoef(channel, hers)[0, 1] > 0.99
+
+
+def test_a_clip_without_a_sound_has_none_and_one_that_is_dropped_is_not_read() -> None:
+    assert sound_of(MP4) is None
+    assert sound_of(with_sound(tone(2, RATE, 1.0)), sound_rate=0) is None
+
+
+def test_only_the_frames_that_are_kept_are_heard() -> None:
+    data = with_sound(tone(2, RATE, 1.0))
+    assert samples_of(sound_of(data, max_frames=3, is_cut=True)).shape == (2, round(3 / FPS * RATE))
+
+
+def damaged() -> bytes:
+    """The tables of the sound say that its samples are elsewhere."""
+    data = with_sound(tone(2, RATE, 1.0))
+    at = data.rindex(b"stco") + 8
+    number = int.from_bytes(data[at : at + 4], "big")
+    wrong = b"".join((len(data) - 40).to_bytes(4, "big") for _ in range(number))
+    return data[: at + 4] + wrong + data[at + 4 + 4 * number :]
+
+
+@pytest.mark.parametrize(
+    ("data", "limits", "told", "code"),
+    [
+        (with_sound(tone(2, RATE, 1.0)), {"max_sound_s": 0.5}, "0.75 s long; with keep_audio it may have 0.5 s", 413),
+        (with_sound(tone(2, 4000, 1.0), container="mov", codecs=("libx264", "pcm_s16le"), rate=4000), {}, "4000", 400),
+        (
+            with_sound(tone(2, RATE, 1.0), container="mov", codecs=("libx264", "adpcm_ima_qt")),
+            {},
+            "the format adpcm_ima_qt, which is not read here",
+            400,
+        ),
+        (damaged(), {}, "broken", 400),
+    ],
+    ids=["seconds", "rate", "format", "broken"],
+)
+def test_sounds_that_are_refused(data: bytes, limits: dict[str, Any], told: str, code: int) -> None:
+    error = refusal(data, PictureLimits(**limits), sound_rate=RATE)
+    assert (error.code, told in error.message) == ("video_too_large" if code == 413 else "bad_video", True), error
+    assert read(data, **form_without_sound()).num_frames == NUM_FRAMES
+
+
+def form_without_sound() -> dict[str, Any]:
+    assert form().sound_rate == 0
+    return {"sound_rate": 0}
