@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -142,7 +142,8 @@ def serving(
             server = psutil.Process(process.pid)
             yield Application(url=url, ready_s=ready_s, process=server, logs=session / "logs", data_dir=data_dir)
         except BaseException as error:
-            print(*errors(folder), sep="\n", file=sys.stderr, flush=True)
+            lines = errors(folder / "log", folder.glob(f"{LOGS}/**/*.err"))
+            print(*lines, sep="\n", file=sys.stderr, flush=True)
             if said := out_of_memory(folder):
                 error.add_note(said)
             raise
@@ -200,10 +201,10 @@ def _exit_on_sigterm() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def errors(folder: Path) -> Iterator[str]:
-    """Yield the end of the server's output, and the errors that its processes logged."""
-    yield (folder / "log").read_text(errors="replace")[-4000:]
-    for file in folder.glob(f"{LOGS}/**/*.err"):
+def errors(log: Path, files: Iterable[Path]) -> Iterator[str]:
+    """Yield the end of the server's output in ``log``, and the errors that its processes logged in ``files``."""
+    yield log.read_text(errors="replace")[-4000:]
+    for file in files:
         with suppress(FileNotFoundError):
             lines = file.read_text(errors="replace").splitlines()
             yield from (line[:4000] for line in lines if '"level": "error"' in line or "Traceback" in line)

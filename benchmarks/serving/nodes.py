@@ -19,7 +19,7 @@ from typing import Any
 
 import psutil
 
-from benchmarks.serving.application import STOPPED_WITHIN_S, free_port, wait_ready
+from benchmarks.serving.application import STOPPED_WITHIN_S, errors, free_port, wait_ready
 from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.cli.local import MODE, TOKEN
 from deployments.config import ServeConfig
@@ -125,8 +125,8 @@ class Cluster:
 def serving_on_nodes(config: ServeConfig, *, num_cpus: int, num_gpus: int, shared: Path) -> Iterator[Cluster]:
     """Serve ``config`` on a cluster that has only a head, with ``num_cpus`` and ``num_gpus``.
 
-    Yield it when ``GET /health`` is 200. All nodes have the folder ``shared`` as their shared cache of kernels.
-    All ends with the block.
+    Yield it when ``GET /health`` is 200. All nodes have the folder ``shared`` as their shared cache of kernels. All
+    ends with the block. After an exception, the errors that processes logged are printed.
     """
     with tempfile.TemporaryDirectory(prefix="troupe_", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder, port = Path(name), free_port(HOST)
@@ -143,6 +143,9 @@ def serving_on_nodes(config: ServeConfig, *, num_cpus: int, num_gpus: int, share
             cluster.url = f"http://{HOST}:{port}"
             wait_ready(cluster.url, server, log, READY_WITHIN_S)
             yield cluster
+        except BaseException:
+            print(*errors(log, cluster.logs.glob("**/*.err")), sep="\n", file=sys.stderr, flush=True)
+            raise
         finally:
             end(server)
             cluster.end_nodes()
