@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Path]]:
     """Return the folder that a builder of a tiny checkpoint wrote to, once a run. No test writes to it."""
-    written: dict[Path, list[tuple[Path, int]]] = {}
+    written: dict[Path, dict[Path, int]] = {}
 
     @cache
     def make(maker: Any) -> Path:
@@ -42,12 +42,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any]
         return folder
 
     yield make
-    assert [folder for folder, files in written.items() if stamps(folder) != files] == [], "a test wrote to them"
+    changes = [file for folder, files in written.items() for file, _ in stamps(folder).items() ^ files.items()]
+    assert changes == [], "a test wrote to them"
 
 
-def stamps(folder: Path) -> list[tuple[Path, int]]:
-    """Return the files of ``folder`` and when they were last written."""
-    return sorted((path, path.stat().st_mtime_ns) for path in folder.rglob("*") if path.is_file())
+def stamps(folder: Path) -> dict[Path, int]:
+    """Return when each file of ``folder`` was last written."""
+    return {path: path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,7 @@
 """A folder that says so gets pictures in the size of the request, whatever size they came in."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -17,8 +15,8 @@ CASE = PictureCase(make=tiny_pictures.flux_kontext, pictures=((50, 31),))
 
 
 @pytest.fixture(scope="module")
-def folder(folders: Callable[[Any], Path]) -> Path:
-    return folders(tiny_pictures.flux_kontext)
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_pictures.flux_kontext(tmp_path_factory.mktemp("kontext"))
 
 
 @pytest.mark.parametrize("fits", [True, False])
