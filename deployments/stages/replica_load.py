@@ -32,8 +32,10 @@ def adapters_of(mix: object) -> str:
 def new_work(request: MediaRequest) -> NewWork:
     """Return what a router knows of a request."""
     priority, adapters = PRIORITIES[request.service_tier], adapters_of(mix_of(request.loras))
-    num_steps = sum(stage.num_inference_steps for stage in request.stages)
-    return NewWork(kind_of(request), num_steps, priority, adapters)
+    first, *later = request.stages
+    num_last = sum(stage.num_inference_steps for stage in later)
+    last_kind = kind_of(later[0]) if later else ""
+    return NewWork(kind_of(first), first.num_inference_steps + num_last, priority, adapters, last_kind, num_last)
 
 
 class ReplicaLoad:
@@ -55,16 +57,18 @@ class ReplicaLoad:
             del self._coming[job_id]
 
     def hear(self, job: Job, done: JobDone) -> None:
-        """Learn from a finished job: the gang is warm for its kind."""
-        work_s, kind = self._gang.work_s(job), kind_of(job.request)
-        num_steps = job.num_forwards_after(0)
-        if work_s is None or not num_steps:
+        """Learn from a finished job: the gang is warm for the kinds of its passes."""
+        work_s = self._gang.work_s(job)
+        if work_s is None or not job.num_forwards_after(0):
             return
         if not done.was_warm:  # others may have run between: the least of all counts
             cold_s = max(0.0, done.denoise_s - work_s)
             self._cold_s = cold_s if self._cold_s is None else min(self._cold_s, cold_s)
-        self._step_s.pop(kind, None)
-        self._step_s[kind] = work_s / num_steps
+        for request, one in zip(job.request.stages, job.passes(), strict=True):
+            pass_s, num_steps = self._gang.work_s(one), one.num_forwards_after(0)
+            if pass_s is not None and num_steps:
+                self._step_s.pop(kind_of(request), None)
+                self._step_s[kind_of(request)] = pass_s / num_steps
         for oldest in [*self._step_s][:-MAX_KINDS]:
             del self._step_s[oldest]
 
@@ -98,5 +102,5 @@ class ReplicaLoad:
         }
 
     def _open_work(self, new: NewWork) -> OpenWork:
-        left_s = new.num_steps * self._step_s.get(new.kind, 0.0)
+        left_s = new.steps_s(self._step_s) or 0.0
         return OpenWork(left_s, left_s / new.priority)

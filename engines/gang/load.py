@@ -39,6 +39,18 @@ class NewWork(NamedTuple):
     priority: float = 1.0
     adapters: str = ""
     """Adapters with their weights, which the gang adds to its own."""
+    last_kind: str = ""
+    """Kind of the steps at its end, if they are of another one."""
+    num_last: int = 0
+    """Number of these steps, which ``num_steps`` has too."""
+
+    def steps_s(self, step_s: Mapping[str, float]) -> float | None:
+        """Return the seconds of its steps by those of each kind; None if one is not known."""
+        first_s = step_s.get(self.kind)
+        if not self.num_last or first_s is None:
+            return None if first_s is None else self.num_steps * first_s
+        last_s = step_s.get(self.last_kind)
+        return None if last_s is None else (self.num_steps - self.num_last) * first_s + self.num_last * last_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,16 +140,16 @@ def rank_gangs(
     become idle.
     ``ages_s``: age of a gang's report; ``sent``: jobs that were sent to a gang since.
     """
-    known_s = (load.step_s[new.kind] for load in loads.values() if new.kind in load.step_s)
-    if (usual_step_s := next(known_s, None)) is None:
+    known_s = [new.steps_s(load.step_s) for load in loads.values()]
+    if (usual_s := next((one for one in known_s if one is not None), None)) is None:
         return []
     ages_s, sent, ranked = ages_s or {}, sent or {}, []
-    for place, (name, load) in enumerate(loads.items()):  # without calls: a model may have hundreds of gangs
-        step_s, backlog_s = load.step_s.get(new.kind), load.backlog_s
-        if step_s is None:
-            own_s = new.num_steps * usual_step_s + load.cold_s
+    for place, (name, load) in enumerate(loads.items()):  # with few calls: a model may have hundreds of gangs
+        steps_s, backlog_s = known_s[place], load.backlog_s
+        if steps_s is None:
+            own_s = usual_s + load.cold_s
         else:
-            own_s = new.num_steps * step_s + (load.switch_s if new.adapters != load.adapters else 0.0)
+            own_s = steps_s + (load.switch_s if new.adapters != load.adapters else 0.0)
         urgency_s = (1 + SAME_SHARE) * own_s / new.priority + SAME_S if load.by_urgency else math.inf
         wait_s = load.wake_s + load.left_sums_s[bisect_right(load.urgencies_s, urgency_s)] - ages_s.get(name, 0.0)
         finish_s = wait_s + own_s if wait_s > 0 else own_s

@@ -218,18 +218,26 @@ def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any
 
 
 def _outline(opened: OpenedPipeline, name: str) -> Any:
-    """Return the part with weights on "meta", an empty module if it has none; None if no configuration is available."""
-    part_class = opened.part_class(name)
+    """Return the part as it is loaded, with weights on "meta"; an empty module if it has none.
+
+    None if no configuration is available.
+    """
+    part_class, dtype = opened.part_class(name), opened.dtype_of(name)
     if part_class.__module__.startswith("diffusers."):
         part = getattr(opened.outlined, name)
-        return part if isinstance(part, nn.Module) else nn.Module()
+        return _widened(part, dtype) if isinstance(part, nn.Module) else nn.Module()
     if not issubclass(part_class, nn.Module):
         return nn.Module()
     config = encoder_config(opened.path, name)
     if config is None:
         return None
     with torch.device("meta"):
-        return part_class(part_class.config_class(**config)).to(opened.dtype)
+        return part_class(part_class.config_class(**config)).to(dtype)
+
+
+def _widened(part: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return ``part`` with all weights in float32 if that is its ``dtype``; others keep theirs."""
+    return part.to(dtype) if dtype == torch.float32 else part
 
 
 def encoder_config(path: Path, part: str) -> Mapping[str, Any] | None:
@@ -274,7 +282,7 @@ def _decode_work(opened: OpenedPipeline, latents: Mapping[str, Any]) -> tuple[St
     if z is None:
         return None
     vae.to("meta")
-    z = z.to("meta", opened.dtype)
+    z = z.to("meta", opened.dtype_of("vae"))
     try:
         if opened.spec.decodes_frames_apart and decodes_in_chunks(vae) and z.shape[2] > COUNTED_FRAMES:
             return _chunked_decode_work(vae, z)

@@ -270,8 +270,7 @@ class OpenedPipeline:
                 f"the layers of {folder}, quantised by {quantiser}, cannot be in host memory: remove "
                 "text_encoder.offloads_layers"
             )
-        dtype = torch.float32 if name in self.spec.float32_parts else self.dtype
-        model = load_folder(spec, folder, self._loading_device(stays), dtype).eval().requires_grad_(False)
+        model = load_folder(spec, folder, self._loading_device(stays), self.dtype_of(name)).eval().requires_grad_(False)
         return self._moved(model, stays) if stays else model
 
     def _read_part(self, name: str, folder: Path, stays: WeightsOnHost | None, axis: Axis = ALONE) -> Any:
@@ -322,6 +321,10 @@ class OpenedPipeline:
 
     def _part_outline(self, name: str) -> Any:
         return self.as_loaded(self.part_class(name).from_config(dict(read_config(self.path, name))))
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a loaded part's weights, but for those that its class keeps in float32."""
+        return torch.float32 if name in self.spec.float32_parts else self.dtype
 
     def as_loaded(self, model: Any) -> Any:
         """Cast ``model`` to the dtypes of a folder's model: parts that its class keeps in float32 are not cast."""

@@ -74,6 +74,17 @@ class Job:
             return self
         return replace(self, shape=last.shape, estimates_s=last.estimates_s, additions=last.additions, last_stage=None)
 
+    def passes(self) -> tuple[Job, ...]:
+        """Return a job for the steps of each stage alone."""
+        last = self.last_stage
+        if last is None:
+            return (self,)
+        num_first = self.num_steps - last.num_steps
+        idle = [frozenset(one for one in self.idle_steps if one <= num_first)]
+        idle.append(frozenset(one - num_first for one in self.idle_steps if one > num_first))
+        first = replace(self, num_steps=num_first, idle_steps=idle[0], last_stage=None)
+        return first, replace(self.at(self.num_steps), num_steps=last.num_steps, idle_steps=idle[1])
+
     def stages_after(self, step: int) -> tuple[tuple[Job, int], ...]:
         """Return the job as it is in each stage with forwards after ``step``, and their number."""
         num_last = 0 if self.last_stage is None else self.last_stage.num_steps

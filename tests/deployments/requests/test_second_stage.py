@@ -6,6 +6,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,13 +21,18 @@ from deployments.requests.recipe_choice import recipe_document
 from deployments.requests.request_errors import RequestError
 from deployments.requests.rules import check_kept
 from deployments.service.interface import ModelCard
-from deployments.stages.replica_load import kind_of, new_work
+from deployments.stages.denoiser import shape_of
+from deployments.stages.replica_load import ReplicaLoad, kind_of, new_work
+from engines.gang.eta.measured_times import StepTimes
+from engines.gang.jobs.job import Job, JobDone, LastStage
+from engines.gang.load import GangLoad, rank_gangs
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import PUBLISHED, resolve_path
 from pipelines.media.metadata import TROUPE, MetadataWriter
 from pipelines.preconditions import weight_problems
 from pipelines.request import Lora, MediaRequest, SecondStage, mix_of
 from pipelines.solver import Solver
+from tests.engines.gang.support.plans import scheduler
 
 SIGMAS = [0.909375, 0.725, 0.421875]
 UPSAMPLER = {"_class_name": "LTX2LatentUpsamplerModel", "rational_spatial_scale": 2.0}
@@ -155,10 +161,55 @@ def test_the_file_says_how_it_was_made(card: ModelCard) -> None:
 
 def test_both_passes_count_where_requests_are_told_apart(card: ModelCard) -> None:
     one, two = asked(card, size="1536x1024"), asked(card, recipe="two-stages", lora=[{"name": "ink", "scale": 0.0}])
-    assert kind_of(one) != kind_of(replace(two, loras=()))
+    assert new_work(one).kind != new_work(replace(two, loras=())).kind
+    assert new_work(two).kind != new_work(two).last_kind == kind_of(two.stages[1])
     assert duration_key(one) != duration_key(two)
     assert new_work(two).num_steps == new_work(one).num_steps + 3
     assert mix_of(two.all_loras) == mix_of(two.second_stage.loras)  # type: ignore[union-attr]
+
+
+SMALL_S, LARGE_S = 2.0, 10.0
+"""Seconds of a step of each size."""
+
+
+def job_of(request: MediaRequest) -> Job:
+    """Return a job as a denoiser makes it."""
+    first, *later = request.stages
+    last = [LastStage(num_steps=one.num_inference_steps, shape=shape_of(one, ())) for one in later]
+    num_steps = sum(one.num_inference_steps for one in request.stages)
+    shape, stage = shape_of(first, ()), last[0] if last else None
+    return Job(job_id="j", request=request, conditioning=None, num_steps=num_steps, shape=shape, last_stage=stage)
+
+
+def test_predicted_seconds_of_one_pass_and_of_two_stay_right(card: ModelCard) -> None:
+    """After any order of requests, with the measured times of a gang: an average over both passes would be wrong."""
+    times, width = StepTimes(), card.defaults.width
+
+    def work_s(job: Job) -> float:
+        return scheduler(num_ranks=1, prediction=times.prediction()).work_s(job)
+
+    stub: Any = SimpleNamespace(config=SimpleNamespace(policy="shortest"), open_work=dict, work_s=work_s)
+    stub.wake_s, stub.switch_s, stub.additions = 0.0, 0.0, ()
+    load, small = ReplicaLoad(stub, start_s=1.0), asked(card, true_cfg_scale=1)
+    large = asked(card, size=f"{2 * width}x{2 * card.defaults.height}", true_cfg_scale=1)
+    two = [asked(card, num_inference_steps=number, second_stage_sigmas=SIGMAS, true_cfg_scale=1) for number in (8, 30)]
+    done = JobDone(job_id="j", latents=None, queue_s=0, denoise_s=0, was_warm=True)  # type: ignore[arg-type]
+    for request in (small, large, *two, small):
+        job = job_of(request)
+        for step in range(1, job.num_steps + 1):
+            stage = job.at(step)
+            times.hear_step(stage, 1, SMALL_S if stage.shape[0] == width else LARGE_S)  # type: ignore[index]
+        times.changed()
+        load.hear(job, done)
+    step_s = GangLoad.of_stats(load.routing_stats()).step_s
+    expected = [small.num_inference_steps * SMALL_S, large.num_inference_steps * LARGE_S]
+    expected += [8 * SMALL_S + 3 * LARGE_S, 30 * SMALL_S + 3 * LARGE_S]
+    for request, seconds in zip((small, large, *two), expected, strict=True):
+        assert new_work(request).steps_s(step_s) == pytest.approx(seconds)
+        (choice,) = rank_gangs({"a": GangLoad(step_s=step_s)}, new_work(request))
+        assert choice.own_s == pytest.approx(seconds)
+        with load.coming("b", request):
+            assert GangLoad.of_stats(load.routing_stats()).jobs["b"].left_s == pytest.approx(seconds)
 
 
 def test_the_upsampler_may_lie_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -25,7 +26,8 @@ from deployments.stages.vae_decoder import VaeDecoder
 from engines.core.parcel import Parcel
 from pipelines.checkpoint import Checkpoint
 from pipelines.media.encode import encode_frames
-from pipelines.request import MediaRequest
+from pipelines.media.sound import Sound
+from pipelines.request import InputSound, MediaRequest
 from tests.deployments.support.live import config_of
 
 NUM_CALLS = 120
@@ -108,6 +110,11 @@ def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadP
     assert len(set(alone)) == len(parcels)
     frames_FHWC = Checkpoint(clips).decoder().decode(latents, request)
     assert alone[1] == encode_frames(frames_FHWC, "mp4", fps=request.fps)
+    samples_CT = np.sin(np.arange(48_000, dtype=np.float32))[None] / 2
+    copied = InputSound(num_channels=1, rate=48_000, data=samples_CT.tobytes())
+    heard = decoder.decode(parcels[1], request, Output(format="mp4", sound=copied)).data
+    cut = Sound(samples_CT=samples_CT[:, : round(request.num_frames / request.fps * 48_000)], rate=48_000)
+    assert heard == encode_frames(frames_FHWC, "mp4", fps=request.fps, sound=cut)
     assert list(threads.map(decode, range(12))) == [alone[i % len(parcels)] for i in range(12)]
 
 

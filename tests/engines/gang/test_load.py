@@ -8,6 +8,7 @@ from dataclasses import replace
 from itertools import permutations
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,6 +49,22 @@ def test_a_request_of_low_priority_overtakes_less() -> None:
     assert [one.finish_s for one in rank_gangs(loads, NewWork(SMALL, 10, priority=0.25))] == [2.5, 3.0]
     waiting = {"a": GangLoad(jobs={"x": OpenWork(2.0, 8.0)}, step_s=STEP_S)}
     assert rank_gangs(waiting, NewWork(LARGE, 2))[0].finish_s == 4.0
+
+
+ONE_PASS: dict[str, Any] = {"last_kind": st.just(""), "num_last": st.just(0)}
+"""Hypothesis fills in all fields of a tuple."""
+
+
+def test_the_steps_of_two_passes_take_what_each_takes() -> None:
+    """A gang that has run one of both kinds does not know the whole."""
+    two = NewWork(SMALL, 13, last_kind=LARGE, num_last=3)
+    (both,) = rank_gangs({"a": load()}, two)
+    assert both.own_s == pytest.approx(10 * STEP_S[SMALL] + 3 * STEP_S[LARGE])
+    assert rank_gangs({"a": load(kinds=SMALL)}, two) == []
+    half, whole = load(kinds=SMALL, cold_s=7.0), load(5.0)
+    assert [one.own_s for one in rank_gangs({"half": half, "whole": whole}, two)] == pytest.approx(
+        [both.own_s, both.own_s + 7.0]
+    )
 
 
 @settings(max_examples=50, **UNHURRIED)
@@ -122,7 +139,14 @@ def test_of_idle_gangs_the_oldest_is_first_so_that_the_newest_may_end() -> None:
         ),
         min_size=1,
     ),
-    st.builds(NewWork, st.sampled_from([SMALL, LARGE]), st.integers(1, 50), st.sampled_from([0.25, 1.0, 4.0])),
+    st.builds(
+        NewWork,
+        st.sampled_from([SMALL, LARGE]),
+        st.integers(1, 50),
+        st.sampled_from([0.25, 1.0, 4.0]),
+        st.just(""),
+        **ONE_PASS,
+    ),
 )
 def test_the_order_is_by_finish_and_a_report_survives_json(loads: dict[str, GangLoad], new: NewWork) -> None:
     ranked = rank_gangs(loads, new)
@@ -283,6 +307,7 @@ EVENTS = st.one_of(
             st.sampled_from([4, 16]),
             st.sampled_from([0.25, 1.0, 4.0]),
             st.sampled_from(["", "ink"]),
+            **ONE_PASS,
         ),
     ),
 )
