@@ -148,8 +148,8 @@ def _ranked(
     usual_step_s = next((loads[name].step_s[kind] for name in names if kind in loads[name].step_s), None)
     if usual_step_s is None:
         return []
-    ranked, place = [], 0
-    for name in names:
+    ranked = []
+    for place, name in enumerate(names):
         load = loads[name]
         step_s, backlog_s = load.step_s.get(kind), load.backlog_s
         if step_s is None:
@@ -167,7 +167,6 @@ def _ranked(
                 if one.urgency_s <= urgency_s:
                     finish_s += one.left_s
         ranked.append((int(100 * finish_s + 0.5), int(100 * backlog_s + 0.5), place, name, finish_s, own_s))
-        place += 1
     ranked.sort()
     return ranked
 
