@@ -94,6 +94,8 @@ class GangReport:
     """Least time that a recent job could wait and meet its deadline; infinity without deadlines."""
     start_s: float | None = None
     """Time its own start took, without its node's."""
+    node: float = 0.0
+    """Number of the node that Ray Serve counts it to: metrics are numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,9 +113,15 @@ class Observation:
 
     @property
     def num_idle(self) -> int:
-        """Number of newest gangs in a row without jobs: those that end first."""
-        reports = list(self.gangs.values())
-        return next((i for i, report in enumerate(reversed(reports)) if report.num_jobs), len(reports))
+        """Number of gangs in a row without jobs, in the order in which Ray Serve 2.60 ends them.
+
+        Those on the nodes with the fewest end first, of equal nodes those on the oldest, and on a node the newest.
+        """
+        nodes: dict[float, list[GangReport]] = {}
+        for report in self.gangs.values():
+            nodes.setdefault(report.node, []).append(report)
+        ordered = [report for gangs in sorted(nodes.values(), key=len) for report in reversed(gangs)]
+        return next((i for i, report in enumerate(ordered) if report.num_jobs), len(ordered))
 
     @property
     def has_work(self) -> bool:

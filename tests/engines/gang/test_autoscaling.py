@@ -194,6 +194,19 @@ def test_a_gang_with_a_long_job_is_not_ended_for_idleness() -> None:
         assert scaler.decide(Observation(now_s=now_s, target=1, gangs={"a": busy})) >= 1
 
 
+@pytest.mark.parametrize(
+    ("nodes", "busy", "num_idle"),
+    [("AAA", "a", 2), ("AAA", "c", 0), ("ABC", "a", 0), ("ABC", "c", 2), ("AAB", "b", 1), ("ABB", "a", 0)],
+)
+def test_no_gang_with_a_job_is_among_those_that_ray_serve_ends(nodes: str, busy: str, num_idle: int) -> None:
+    """Serve takes the emptiest node, the oldest of equal ones, and the newest gang of a node."""
+    gangs = {
+        name: GangReport(num_jobs=int(name == busy), node=float(ord(node)))
+        for name, node in zip("abc", nodes, strict=True)
+    }
+    assert Observation(now_s=0.0, target=3, gangs=gangs).num_idle == num_idle
+
+
 def test_deadlines_shorten_the_wait_that_is_aimed_at() -> None:
     patient, pressed = fluid(), fluid()
     for _ in range(600):
