@@ -144,14 +144,16 @@ def running_cluster() -> Iterator[tuple[FakeCluster, str]]:
     gang = {"num_ranks": 1, "cpus_per_rank": 40, "engine": "torch", "ping_deadline_s": 30.0, "autoscaling": scaling}
     path = str(ROOT / "pipelines" / "checkpoints" / "flux-shapes")
     model = {"name": MODEL, "path": path, "stages": "together", "denoiser": gang}
-    application = {"name": "troupe", "args": {"models": [model], "metrics": {"port": None}}}
+    args = {"models": [model], "metrics": {"port": None}}
+    application = {"name": "troupe", "import_path": "deployments.app:build_app", "args": args}
     with (
         forking_cluster(),
         TemporaryDirectory(prefix="troupe_", dir="/tmp", ignore_cleanup_errors=True) as folder,
         fake_cluster(Path(folder), idle_timeout_s=IDLE_TIMEOUT_S) as cluster,
         reserved_port(HOST) as port,
     ):
-        cluster.deploy(parse_config({"applications": [application]}).with_http(port=port), import_path=BUILD_APP)
+        document = {"http_options": {"port": port}, "applications": [application]}
+        cluster.deploy(parse_config(document), import_path=BUILD_APP)
         url = f"http://{HOST}:{port}"
         await_true(lambda: _is_healthy(url), "the application is not ready", READY_S)
         yield cluster, url
