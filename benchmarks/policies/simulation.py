@@ -31,8 +31,6 @@ class Arrival:
     shape: str
     num_steps: int
     fields: Mapping[str, object] = field(default_factory=dict)
-    pace: float = 1.0
-    """Time of its steps as a multiple of the table's, which nothing predicts."""
 
 
 class Span(NamedTuple):
@@ -189,7 +187,7 @@ class Simulation:
             end_s = begin_s
             for number in map(int, work.job_ids):
                 arrival = self._arrivals[number]
-                step_s = arrival.pace * self.gang.steps[arrival.shape][work.num_ranks]
+                step_s = self.gang.steps[arrival.shape][work.num_ranks]
                 if self.keeps_records:
                     self.steps.setdefault(number, []).append(Span(end_s, end_s + step_s, step_s * work.num_ranks))
                 end_s += step_s

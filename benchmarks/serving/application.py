@@ -228,3 +228,23 @@ def free_port(host: str) -> int:
     with socket.socket() as probe:
         probe.bind((host, 0))
         return int(probe.getsockname()[1])
+
+
+def processes_in(folder: Path) -> list[psutil.Process]:
+    """Return the processes that have files in ``folder`` open."""
+
+    def is_in(process: psutil.Process) -> bool:
+        try:
+            return any(Path(file.path).is_relative_to(folder) for file in process.open_files())
+        except psutil.Error:
+            return False
+
+    return [process for process in psutil.process_iter() if is_in(process)]
+
+
+def kill_all_in(folder: Path) -> None:
+    """Send SIGKILL to the processes that have files in ``folder`` open, until there is none."""
+    while left := processes_in(folder):
+        for one in left:
+            with suppress(psutil.NoSuchProcess):
+                one.kill()

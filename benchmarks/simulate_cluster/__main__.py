@@ -71,8 +71,8 @@ def cluster_of(arguments: argparse.Namespace, num_gpus: int) -> ClusterSpec:
         num_gpus=num_gpus,
         gpus_per_node=min(arguments.gpus_per_node, num_gpus),
         num_ranks=arguments.num_ranks,
-        node_start_s=arguments.node_start_s,
-        gang_start_s=arguments.gang_start_s,
+        node_starts_s=(arguments.node_start_s,),
+        gang_starts_s=(arguments.gang_start_s,),
         min_gangs=arguments.min_gangs,
     )
 

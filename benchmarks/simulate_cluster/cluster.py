@@ -32,19 +32,15 @@ class ClusterSpec:
     gpus_per_node: int = 8
     num_ranks: int = 2
     """GPUs of a gang."""
-    node_start_s: float = 240.0
-    """From the order of a node until it runs."""
-    gang_start_s: float = 28.0
-    """From the order of a gang on a node that runs until it takes jobs."""
+    node_starts_s: Sequence[float] = (240.0,)
+    """From the order of a node until it runs, of one after the other, over and over."""
+    gang_starts_s: Sequence[float] = (28.0,)
+    """The same of gangs on nodes that run, until they take jobs."""
     node_idle_s: float = 120.0
     """Time without a gang after which a node ends."""
     failures_per_gpu_hour: float = 1 / 50_000
     """Grattafiori et al. 2024, "The Llama 3 Herd of Models": 419 interruptions of 16,384 GPUs in 54 days."""
     min_gangs: int = 1
-    measured_starts_s: Sequence[float] = ()
-    """Seconds of the gangs' starts in their order, over and over; empty: ``gang_start_s`` each."""
-    measured_node_starts_s: Sequence[float] = ()
-    """The same of nodes."""
     measured_step_s: Mapping[str, float] = field(default_factory=dict)
     """Seconds of a step by size; empty: those of FLUX.1-dev on H200s."""
 
@@ -90,8 +86,7 @@ class Cluster:
         self.spec, self._strategy, self._policy = spec, strategy, policy
         self._replica = StepReplica if by_steps else JobReplica
         self._step_s = spec.step_s
-        self._starts_s = cycle(spec.measured_starts_s or (spec.gang_start_s,))
-        self._node_starts_s = cycle(spec.measured_node_starts_s or (spec.node_start_s,))
+        self._starts_s, self._node_starts_s = cycle(spec.gang_starts_s), cycle(spec.node_starts_s)
         self._random = Random(seed)
         self.nodes: list[ClusterNode] = []
         self.gangs: list[SimulatedReplica] = []
@@ -143,10 +138,10 @@ class Cluster:
 
     def _arrive(self) -> None:
         assert self._picture is not None
-        at_s, size, num_steps, pace = self._picture
+        at_s, size, num_steps = self._picture
         self.num_open += 1
         lone_s = num_steps * self._step_s[size]
-        self._assign(PictureJob(next(self._numbers), size, num_steps, lone_s, at_s, pace))
+        self._assign(PictureJob(next(self._numbers), size, num_steps, lone_s, at_s))
         self._next_arrival()
 
     # Jobs.
@@ -189,7 +184,7 @@ class Cluster:
         while len(self.gangs) < target and self._start_gang(self.now_s):
             pass
         for _ in range(len(self.gangs) - target):
-            self._stop_gang(self._victim())
+            self._stop_gang(self.next_to_end())
         for node in [node for node in self.nodes if not node.gangs]:
             if self.now_s - node.empty_s >= self.spec.node_idle_s:
                 self._charge(node)
@@ -230,10 +225,12 @@ class Cluster:
         for job in waiting:
             self._assign(job)
 
-    def _victim(self) -> SimulatedReplica:
-        """Return the gang that Ray Serve ends: one that starts, else the newest on a node with the fewest."""
-        starting = [gang for gang in self.gangs if not gang.is_running]
-        return starting[-1] if starting else min(self.running, key=lambda one: (len(one.node.gangs), -one.number))
+    def next_to_end(self) -> SimulatedReplica:
+        """Return the gang that Ray Serve ends: one that starts, else the newest of the oldest node with the fewest."""
+        if starting := [gang for gang in self.gangs if not gang.is_running]:
+            return starting[-1]
+        node = min((gang.node for gang in self.running), key=lambda one: len(one.gangs))
+        return [gang for gang in self.running if gang.node is node][-1]
 
     def _stop_gang(self, gang: SimulatedReplica) -> None:
         """End a gang once it has no jobs. It gets no more."""

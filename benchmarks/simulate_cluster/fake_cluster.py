@@ -16,41 +16,41 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 from statistics import fmean, median
+from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any
+
+import httpx
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # read when Ray is imported
 
 from benchmarks.load.client import Outcome, send_all
 from benchmarks.load.mix import Arrival, Mix, RequestClass
+from benchmarks.serving.fake_nodes import HOST, ROOT, FakeCluster, fake_cluster
+from benchmarks.serving.known_steps import BUILD_APP, STEP_S
 from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec
 from benchmarks.simulate_cluster.replicas import Picture
 from benchmarks.simulate_cluster.strategies import ByWork, Observed
 from deployments.cli.serving import parse_config, reserved_port
 from deployments.forked_workers import forking_cluster
 from engines.gang.autoscaling import ScalingRules
-from tests.deployments.support.commands import short_folder
-from tests.deployments.support.fake_nodes import HOST, ROOT, FakeNodes, fake_nodes
-from tests.deployments.support.live import config_of, is_healthy, wait_until
 
-RECORDED = Path(__file__).parent / "traces" / "fake_cluster.json"
-"""The last line of a run."""
+RECORDED = Path(__file__).parent / "traces"
+"""Folder of the last lines of runs."""
 MODEL, GANGS = "pictures", "Denoiser-pictures"
-ONE_A_NODE = {"num_ranks": 1, "cpus_per_rank": 40}
-"""A gang for each node of the type gpu4."""
 BODY = {"model": MODEL, "prompt": "a red circle"}
 MIX = Mix(
     classes=(
-        RequestClass(name="short", share=70, body={**BODY, "size": "64x64", "num_inference_steps": 24}),
-        RequestClass(name="long", share=30, body={**BODY, "size": "64x64", "num_inference_steps": 72}),
+        RequestClass(name="short", share=70, body={**BODY, "size": "64x64", "num_inference_steps": 12}),
+        RequestClass(name="long", share=30, body={**BODY, "size": "64x64", "num_inference_steps": 36}),
     )
 )
 STEPS = {one.name: int(one.body["num_inference_steps"]) for one in MIX.classes}
@@ -58,10 +58,12 @@ RULES = ScalingRules(target_wait_s=3.0, min_gangs=0, max_gangs=3, idle_s=5.0)
 IDLE_TIMEOUT_S = 5.0
 """A node without work ends after so long."""
 LOOK_EVERY_S = 0.5
-END_S = 180.0
-"""Time for gangs and nodes to go."""
-PAUSE_S = 120.0
-"""Time between two waves of load: all gangs and nodes go."""
+READY_S, END_S = 60.0, 180.0
+"""Time for the application to start, and for gangs and nodes to go."""
+PAUSE_S = 90.0
+"""Time before each wave: all gangs and nodes go."""
+FIRST_S = 10.0
+"""Time of a request before the first wave, from which gangs learn how long steps take."""
 
 
 @dataclass(slots=True)
@@ -70,8 +72,7 @@ class GangRecord:
 
     ordered_s: float
     ready_s: float | None = None
-    node_s: float | None = None
-    """When its node began to run, if that was after its order."""
+    node_id: str = ""
     ended_s: float | None = None
 
 
@@ -81,44 +82,43 @@ class Recording:
 
     begin_s: float = 0.0
     gangs: dict[str, GangRecord] = field(default_factory=dict)
-    nodes_s: dict[str, float] = field(default_factory=dict)
-    """When each node that runs was seen first."""
+    """All gangs in order of appearance."""
+    nodes_s: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """When each node was seen first and last."""
     moments: list[tuple[float, int, int]] = field(default_factory=list)
     """Time from ``begin_s``, number of running gangs and number of nodes, as in ``Observed``."""
-    idle_s: list[float] = field(default_factory=list)
-    """Seconds from the end of the last gang to that of its node."""
 
-    def look(self, cluster: FakeNodes, now_s: float) -> None:
+    def look(self, cluster: FakeCluster, now_s: float) -> None:
         """Note the gangs and nodes of this moment."""
-        replicas, nodes = cluster.replicas(GANGS), cluster.workers()
-        self.nodes_s = {node.node_id: self.nodes_s.get(node.node_id, now_s) for node in nodes}
-        running = {one["replica_id"] for one in replicas if one["state"] == "RUNNING"}
-        for one in replicas:
-            gang = self.gangs.setdefault(one["replica_id"], GangRecord(one["start_time_s"]))
-            if one["state"] == "RUNNING" and gang.ready_s is None:
-                node_s = self.nodes_s.get(one["node_id"], 0.0)
-                gang.ready_s, gang.node_s = now_s, node_s if node_s > gang.ordered_s else None
-        gone = [gang for name, gang in self.gangs.items() if name not in {one["replica_id"] for one in replicas}]
-        for gang in gone:
-            gang.ended_s = gang.ended_s or now_s
-        if self.moments and len(nodes) < self.moments[-1][2]:
-            self.idle_s += [now_s - max(gang.ended_s for gang in gone if gang.ended_s)] if gone else []
+        replicas = {one["replica_id"]: one for one in cluster.replicas(GANGS)}
+        nodes = [node.node_id for node in cluster.workers()]
+        self.nodes_s |= {name: (self.nodes_s.get(name, (now_s,))[0], now_s) for name in nodes}
+        running = {name for name, one in replicas.items() if one["state"] == "RUNNING"}
+        for name, one in replicas.items():
+            gang = self.gangs.setdefault(name, GangRecord(one["start_time_s"]))
+            if name in running and gang.ready_s is None:
+                gang.ready_s, gang.node_id = now_s, one["node_id"]
+        for name, gang in self.gangs.items():
+            gang.ended_s = gang.ended_s or (None if name in replicas else now_s)
         self.moments.append((now_s - self.begin_s, len(running), len(nodes)))
 
     def starts(self) -> dict[str, Any]:
         """Return seconds: starts of nodes and of gangs on them, in order, and the mean of nodes without a gang."""
-        gangs = sorted(self.gangs.values(), key=lambda gang: gang.ordered_s)
-        ready = [(gang, gang.ready_s) for gang in gangs if gang.ready_s is not None]
-        nodes_s = [gang.node_s - gang.ordered_s for gang, _ in ready if gang.node_s is not None]
-        return {
-            "node_starts_s": nodes_s,
-            "gang_starts_s": [ready_s - (gang.node_s or gang.ordered_s) for gang, ready_s in ready],
-            "node_idle_s": fmean(self.idle_s) if self.idle_s else IDLE_TIMEOUT_S,
-        }
+        node_starts_s, gang_starts_s, ended_s = list[float](), list[float](), dict[str, float]()
+        for gang in sorted(self.gangs.values(), key=lambda one: one.ordered_s):
+            if gang.ready_s is None:
+                continue
+            node_s = max(gang.ordered_s, self.nodes_s[gang.node_id][0])
+            if node_s > gang.ordered_s:
+                node_starts_s.append(node_s - gang.ordered_s)
+            gang_starts_s.append(gang.ready_s - node_s)
+            ended_s[gang.node_id] = max(ended_s.get(gang.node_id, 0.0), gang.ended_s or 0.0)
+        idle_s = [self.nodes_s[name][1] - end_s for name, end_s in ended_s.items() if end_s]
+        return {"node_starts_s": node_starts_s, "gang_starts_s": gang_starts_s, "node_idle_s": fmean(idle_s)}
 
 
 @contextmanager
-def recorded(cluster: FakeNodes) -> Iterator[Recording]:
+def recorded(cluster: FakeCluster) -> Iterator[Recording]:
     """Look at the cluster until the end of the block."""
     recording, is_over = Recording(begin_s=time.time()), Event()
 
@@ -136,24 +136,42 @@ def recorded(cluster: FakeNodes) -> Iterator[Recording]:
 
 
 @contextmanager
-def running_cluster() -> Iterator[tuple[FakeNodes, str]]:
-    """Yield a cluster without gangs that has the model, and its URL. Its gangs know how long steps take."""
-    document = config_of({MODEL: ROOT / "pipelines" / "checkpoints" / "flux-shapes"}).model_dump(mode="json")
-    (model,) = document["applications"][0]["args"]["models"]
+def running_cluster() -> Iterator[tuple[FakeCluster, str]]:
+    """Yield a cluster without gangs that has the model, and its URL."""
     scaling: dict[str, float] = {"min_replicas": RULES.min_gangs, "max_replicas": RULES.max_gangs}
     scaling |= {"target_wait_s": RULES.target_wait_s, "idle_s": RULES.idle_s}
-    model["denoiser"] |= {**ONE_A_NODE, "autoscaling": scaling}
-    model["stages"] = "together"
+    # A gang for each node of the type gpu4.
+    gang = {"num_ranks": 1, "cpus_per_rank": 40, "engine": "torch", "ping_deadline_s": 30.0, "autoscaling": scaling}
+    path = str(ROOT / "pipelines" / "checkpoints" / "flux-shapes")
+    model = {"name": MODEL, "path": path, "stages": "together", "denoiser": gang}
+    args = {"models": [model], "metrics": {"port": None}}
+    application = {"name": "troupe", "import_path": "deployments.app:build_app", "args": args}
     with (
         forking_cluster(),
-        short_folder() as folder,
-        fake_nodes(folder, idle_timeout_s=IDLE_TIMEOUT_S) as cluster,
+        TemporaryDirectory(prefix="troupe_", dir="/tmp", ignore_cleanup_errors=True) as folder,
+        fake_cluster(Path(folder), idle_timeout_s=IDLE_TIMEOUT_S) as cluster,
         reserved_port(HOST) as port,
     ):
-        cluster.deploy(parse_config(document).with_http(port=port))
+        document = {"http_options": {"port": port}, "applications": [application]}
+        cluster.deploy(parse_config(document), import_path=BUILD_APP)
         url = f"http://{HOST}:{port}"
-        wait_until(lambda: is_healthy(url), "the application is ready, without a gang")
+        await_true(lambda: _is_healthy(url), "the application is not ready", READY_S)
         yield cluster, url
+
+
+def _is_healthy(url: str) -> bool:
+    with suppress(httpx.TransportError):
+        return httpx.get(f"{url}/health").status_code == httpx.codes.OK
+    return False
+
+
+def await_true(holds: Callable[[], bool], error: str, within_s: float) -> None:
+    """Look every ``LOOK_EVERY_S`` until ``holds``. Raise ``TimeoutError`` with ``error`` after ``within_s``."""
+    end_s = time.monotonic() + within_s
+    while not holds():
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"{error} within {within_s:g} s")
+        time.sleep(LOOK_EVERY_S)
 
 
 def sent(url: str, arrivals: Sequence[Arrival]) -> list[Outcome]:
@@ -162,22 +180,13 @@ def sent(url: str, arrivals: Sequence[Arrival]) -> list[Outcome]:
         return thread.submit(lambda: asyncio.run(send_all(url, arrivals, {}))).result()
 
 
-def warmed_up(url: str) -> dict[str, Outcome]:
-    """Return the last of three answers to each kind of request, one after the other."""
-    last = {}
-    for _ in range(3):
-        for kind in MIX.classes:
-            (last[kind.name],) = sent(url, [Arrival(at_s=0.0, kind=kind, seed=0)])
-    return last
-
-
-def waves(num: int, wave_s: float, load: float, mean_s: float, seed: int) -> list[Arrival]:
-    """Return Poisson arrivals of ``mean_s`` each, which keep ``load`` gangs busy in the middle of each wave."""
-    random, at_s, arrivals = Random(seed), 0.0, list[Arrival]()
-    while (at_s := at_s + random.expovariate(load / mean_s)) < num * (wave_s + PAUSE_S):
-        into_s = at_s % (wave_s + PAUSE_S)
-        height = math.sin(math.pi * into_s / wave_s) ** 2 if into_s < wave_s else 0.0
-        if random.random() < height:
+def trace(num_waves: int, wave_s: float, load: float, seed: int) -> list[Arrival]:
+    """Return a first request, and Poisson arrivals in waves whose middle keeps ``load`` gangs busy."""
+    arrivals = [Arrival(at_s=FIRST_S, kind=MIX.classes[0], seed=0)]
+    random, at_s, mean_s = Random(seed), 0.0, STEP_S * MIX.mean(STEPS)
+    while (at_s := at_s + random.expovariate(load / mean_s)) < num_waves * (PAUSE_S + wave_s):
+        into_s = at_s % (PAUSE_S + wave_s) - PAUSE_S
+        if random.random() < (math.sin(math.pi * into_s / wave_s) ** 2 if into_s > 0 else 0.0):
             arrivals.append(Arrival(at_s=at_s, kind=MIX.drawn(random), seed=len(arrivals)))
     return arrivals
 
@@ -207,12 +216,13 @@ class Run:
         return sum(one[column] * (later[0] - one[0]) for one, later in pairwise(self.moments))
 
 
-def measured(cluster: FakeNodes, url: str, arrivals: Sequence[Arrival]) -> tuple[Recording, list[Outcome]]:
+def measured(cluster: FakeCluster, url: str, arrivals: Sequence[Arrival]) -> tuple[Recording, list[Outcome]]:
     """Send the arrivals and record the cluster until all nodes are gone."""
     with recorded(cluster) as recording:
         outcomes = sent(url, arrivals)
-        wait_until(lambda: recording.moments[-1][1:] == (0, 0), "no node but the head", patience_s=END_S)
-    assert all(one.is_right for one in outcomes), "a request failed"
+        await_true(lambda: recording.moments[-1][1:] == (0, 0), "nodes are left", END_S)
+    if not all(one.is_right for one in outcomes):
+        raise RuntimeError(f"requests failed: {[one.status for one in outcomes]}")
     return recording, outcomes
 
 
@@ -222,8 +232,8 @@ def simulated(arrivals: Sequence[Arrival], times: Mapping[str, Any]) -> Run:
         num_gpus=RULES.max_gangs,
         gpus_per_node=1,
         num_ranks=1,
-        measured_node_starts_s=times["node_starts_s"],
-        measured_starts_s=times["gang_starts_s"],
+        node_starts_s=times["node_starts_s"],
+        gang_starts_s=times["gang_starts_s"],
         node_idle_s=times["node_idle_s"],
         failures_per_gpu_hour=0.0,
         min_gangs=RULES.min_gangs,
@@ -231,10 +241,7 @@ def simulated(arrivals: Sequence[Arrival], times: Mapping[str, Any]) -> Run:
     )
     strategy = Observed(ByWork(RULES))
     cluster = Cluster(spec, strategy)
-    pictures = [
-        Picture(one.at_s, one.kind.name, STEPS[one.kind.name], pace)
-        for one, pace in zip(arrivals, times["paces"], strict=True)
-    ]
+    pictures = [Picture(one.at_s, one.kind.name, STEPS[one.kind.name]) for one in arrivals]
     cluster.run(pictures, warm_gangs=0)
     latencies_s = [latency_s + times["beside_s"] for latency_s in cluster.latencies_s]
     return Run(latencies_s=latencies_s, moments=strategy.moments, num_starts=cluster.num_starts)
@@ -243,14 +250,12 @@ def simulated(arrivals: Sequence[Arrival], times: Mapping[str, Any]) -> Run:
 def times_of(recording: Recording, outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return the measured times: of a step by kind, of starts, and beside the steps of a request.
 
-    A step of a kind is the median of its requests. ``paces`` has each request's own steps as a multiple of it: this
-    machine's speed changes. Steps count with the gaps between them, which jobs that nothing overtakes show.
+    Steps count with the gaps between them, which jobs that nothing overtakes show.
     """
     gap = median(one.stages_ms["denoise"] / 1e3 / one.gpu_s for one in outcomes)
     step_s = {name: gap * median(one.gpu_s for one in outcomes if one.name == name) / STEPS[name] for name in STEPS}
-    paces = [gap * one.gpu_s / STEPS[one.name] / step_s[one.name] for one in outcomes]
     beside_s = median(one.latency_s - (one.stages_ms["queue"] + one.stages_ms["denoise"]) / 1e3 for one in outcomes)
-    return {"step_s": step_s, "paces": paces, "beside_s": beside_s, **recording.starts()}
+    return {"step_s": step_s, "beside_s": beside_s, **recording.starts()}
 
 
 def changes(moments: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
@@ -292,11 +297,8 @@ class Comparison:
 
 def compare(num_waves: int, wave_s: float, load: float, seed: int) -> Comparison:
     """Run the cluster under the load, and the simulation with what was measured."""
+    arrivals = trace(num_waves, wave_s, load, seed)
     with running_cluster() as (cluster, url):
-        alone = warmed_up(url)
-        wait_until(lambda: not cluster.workers(), "no node but the head")
-        mean_s = MIX.mean({name: one.gpu_s for name, one in alone.items()})
-        arrivals = waves(num_waves, wave_s, load, mean_s, seed)
         recording, outcomes = measured(cluster, url, arrivals)
     times = times_of(recording, outcomes)
     real = Run(

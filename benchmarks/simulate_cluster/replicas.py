@@ -24,8 +24,6 @@ class Picture(NamedTuple):
     at_s: float
     size: str
     num_steps: int = NUM_STEPS
-    pace: float = 1.0
-    """See ``Arrival.pace``. Only gangs with the scheduler of a real one have it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -38,7 +36,6 @@ class PictureJob:
     lone_s: float
     """Seconds of its steps alone."""
     arrived_s: float
-    pace: float = 1.0
     left_s: float = 0.0
 
 
@@ -114,6 +111,7 @@ class SimulatedReplica(ABC):
             arrived_s=arrived_s,
             arrived_s2=arrived_s2,
             start_s=self.start_s,
+            node=float(id(self.node)),
         )
 
     @property
@@ -145,7 +143,7 @@ class StepReplica(SimulatedReplica):
         return self._simulation.next_s
 
     def _add(self, job: PictureJob) -> None:
-        arrival = Arrival(at_s=self.now_s, shape=job.size, num_steps=job.num_steps, pace=job.pace)
+        arrival = Arrival(at_s=self.now_s, shape=job.size, num_steps=job.num_steps)
         self._simulation.add(arrival, job.number)
         self._simulation.advance(self.now_s)
 

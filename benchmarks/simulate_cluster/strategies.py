@@ -12,12 +12,27 @@ from typing import Any
 
 from benchmarks.simulate_cluster.cluster import Cluster, Strategy
 from benchmarks.simulate_cluster.replicas import PictureJob, SimulatedReplica
-from engines.gang.autoscaling import GangScaler, Observation, ScalingRules
+from engines.gang.autoscaling import GangReport, GangScaler, Observation, ScalingRules
 from engines.gang.load import REPLICAS_PER_REPORT_S, REPORT_EVERY_S, LoadBoard, NewWork
+
+NO_REPORT = GangReport(num_jobs=1)
+"""A gang that has not reported yet counts as busy."""
+
+
+@dataclass(slots=True, kw_only=True)
+class LessLoaded:
+    """Ray Serve's router: the one of two random gangs that has fewer requests."""
+
+    _random: Random = field(default_factory=lambda: Random(1))
+
+    def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
+        """See ``Strategy.choose``."""
+        two = self._random.sample(running, min(2, len(running)))
+        return min(two, key=lambda gang: len(gang.jobs))
 
 
 @dataclass(slots=True)
-class ByWork:
+class ByWork(LessLoaded):
     """Troupe's own: ``GangScaler`` for gangs, ``LoadBoard`` for requests."""
 
     rules: ScalingRules
@@ -28,24 +43,26 @@ class ByWork:
     choices_ms: list[float] = field(default_factory=list)
     """CPU time of each choice of a gang."""
     _scaler: GangScaler | None = None
+    _reports: dict[str, GangReport] = field(default_factory=dict)
     _board: LoadBoard = field(default_factory=LoadBoard)
     _stats: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _random: Random = field(default_factory=lambda: Random(1))
 
     def target(self, now_s: float, cluster: Cluster) -> int:
-        """See ``Strategy.target``."""
+        """See ``Strategy.target``. As in Ray Serve, the policy sees what gangs reported at the last decision.
+
+        Serve starts the first gang itself and asks again when it runs. It ends none while a request is open.
+        """
         self._scaler = self._scaler or GangScaler(self.rules)
-        gangs = {gang.name: gang.report() for gang in cluster.running}
+        before, self._reports = self._reports, {gang.name: gang.report() for gang in cluster.running}
         self._report(now_s, cluster.running)
-        seen = Observation(
-            now_s=now_s, target=cluster.target, gangs=gangs, num_unassigned=float(len(cluster.unassigned))
-        )
+        if not cluster.running and cluster.num_open:
+            return max(1, cluster.target)
+        gangs = {name: before.get(name, NO_REPORT) for name in self._reports}
+        seen = Observation(now_s=now_s, target=cluster.target, gangs=gangs)
         begin_s = time.thread_time()
         target = self._scaler.decide(seen)
         self.decisions_ms.append(1e3 * (time.thread_time() - begin_s))
-        if not cluster.running and cluster.num_open:  # Serve starts one at first
-            return max(1, cluster.target)
-        return target
+        return target or min(1, cluster.num_open)
 
     def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
         """See ``Strategy.choose``."""
@@ -53,7 +70,7 @@ class ByWork:
         begin_s = time.thread_time()
         ranked = self._board.choose([*by_name], str(job.number), NewWork(job.size, job.num_steps), now_s)
         self.choices_ms.append(1e3 * (time.thread_time() - begin_s))
-        return by_name[ranked[0]] if ranked else _less_loaded(running, self._random)
+        return by_name[ranked[0]] if ranked else LessLoaded.choose(self, now_s, running, job)
 
     def _report(self, now_s: float, running: Sequence[SimulatedReplica]) -> None:
         """Let the router hear of gangs: of new ones at once, of others in turn (``REPLICAS_PER_REPORT_S``)."""
@@ -69,8 +86,8 @@ class ByWork:
 
 
 @dataclass(slots=True)
-class ByRequests:
-    """Ray Serve 2.60's default: open requests per replica, and the less loaded of two random replicas."""
+class ByRequests(LessLoaded):
+    """Ray Serve 2.60's default: open requests per replica."""
 
     min_gangs: int
     max_gangs: int
@@ -79,7 +96,6 @@ class ByRequests:
     upscale_delay_s: float = 30.0
     downscale_delay_s: float = 600.0
     every_s: float = 2.0
-    _random: Random = field(default_factory=lambda: Random(1))
     _samples: deque[tuple[float, int]] = field(default_factory=deque)
     _wish: int = 0
     _since_s: float = 0.0
@@ -104,26 +120,17 @@ class ByRequests:
         self._wish = 0
         return desired if wish > 0 or target == 1 else max(1, desired)
 
-    def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
-        """See ``Strategy.choose``."""
-        return _less_loaded(running, self._random)
-
 
 @dataclass(slots=True)
-class FixedSize:
-    """A fixed number of gangs all day, and Ray Serve's choice of a replica."""
+class FixedSize(LessLoaded):
+    """A fixed number of gangs all day."""
 
     num_gangs: int
     every_s: float = 60.0
-    _random: Random = field(default_factory=lambda: Random(1))
 
     def target(self, now_s: float, cluster: Cluster) -> int:
         """See ``Strategy.target``."""
         return self.num_gangs
-
-    def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
-        """See ``Strategy.choose``."""
-        return _less_loaded(running, self._random)
 
 
 @dataclass(slots=True)
@@ -148,9 +155,3 @@ class Observed:
     def choose(self, now_s: float, running: Sequence[SimulatedReplica], job: PictureJob) -> SimulatedReplica:
         """See ``Strategy.choose``."""
         return self.strategy.choose(now_s, running, job)
-
-
-def _less_loaded(running: Sequence[SimulatedReplica], random: Random) -> SimulatedReplica:
-    """Return the one of two random gangs that has fewer requests, as Ray Serve's router does."""
-    two = random.sample(running, min(2, len(running)))
-    return min(two, key=lambda gang: len(gang.jobs))

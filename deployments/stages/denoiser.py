@@ -105,7 +105,8 @@ class Denoiser:
             step_times=partial(step_times_of, model, self._checkpoint.path),
             **shared,
         )
-        self._load = ReplicaLoad(self._gang, start_s=time.time() - psutil.Process().create_time())
+        start_s, node_id = time.time() - psutil.Process().create_time(), ray.get_runtime_context().get_node_id()
+        self._load = ReplicaLoad(self._gang, start_s, node_id)
         if self._member is not None:
             self._gang.on_open, self._member.on_wake_s = self._member.look, self._gang.expect_wake
             self._uses = await self._gang.memory_uses()

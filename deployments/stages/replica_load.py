@@ -14,6 +14,8 @@ from pipelines.request import MediaRequest, StepKind, mix_of
 if TYPE_CHECKING:
     from engines.gang.gang import Gang
 
+NODE_DIGITS = 12
+"""Digits of a node's hexadecimal id that a float holds."""
 MAX_KINDS = 64
 """Kinds of jobs that are reported, the last used ones."""
 
@@ -39,10 +41,14 @@ def new_work(request: MediaRequest) -> NewWork:
 
 
 class ReplicaLoad:
-    """Load of one gang, requests on their way included. ``start_s`` is how long its start took."""
+    """Load of one gang, requests on their way included.
 
-    def __init__(self, gang: Gang, start_s: float) -> None:
+    ``start_s`` is how long its start took, ``node_id`` Ray's name of the replica's node.
+    """
+
+    def __init__(self, gang: Gang, start_s: float, node_id: str) -> None:
         self._gang, self._start_s = gang, start_s
+        self._node = float(int(node_id[-NODE_DIGITS:], 16))
         self._coming: dict[str, NewWork] = {}
         self._step_s: dict[str, float] = {}
         self._cold_s: float | None = None
@@ -99,6 +105,7 @@ class ReplicaLoad:
             "arrived_s2": report.arrived_s2,
             "spare_s": report.spare_s,
             "start_s": self._start_s,
+            "node": self._node,
         }
 
     def _open_work(self, new: NewWork) -> OpenWork:

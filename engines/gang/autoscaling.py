@@ -7,7 +7,7 @@ models. Both are used by Ray Serve (``deployments.autoscaling``) and by ``benchm
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +25,8 @@ NUM_STARTS = 8
 """Newest starts whose median counts."""
 MIN_WINDOW_S, WINDOW_STARTS = 120.0, 2.0
 """Arrivals are averaged over this many starts of a gang, and at least over so long."""
+SPREAD_PARTS = 16
+"""Parts of the time of a first gang's start, over which the requests that came meanwhile are spread."""
 MIN_SPAN_S = 10.0
 """Arrivals of a shorter time are averaged over this."""
 MIN_HOLD_S, HOLD_STARTS = 10.0, 1.0
@@ -92,6 +94,8 @@ class GangReport:
     """Least time that a recent job could wait and meet its deadline; infinity without deadlines."""
     start_s: float | None = None
     """Time its own start took, without its node's."""
+    node: float = 0.0
+    """Number of the node that Ray Serve counts it to: metrics are numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,9 +113,15 @@ class Observation:
 
     @property
     def num_idle(self) -> int:
-        """Number of newest gangs in a row without jobs: those that end first."""
-        reports = list(self.gangs.values())
-        return next((i for i, report in enumerate(reversed(reports)) if report.num_jobs), len(reports))
+        """Number of gangs in a row without jobs, in the order in which Ray Serve 2.60 ends them.
+
+        Those on the nodes with the fewest end first, of equal nodes those on the oldest, and on a node the newest.
+        """
+        nodes: dict[float, list[GangReport]] = {}
+        for report in self.gangs.values():
+            nodes.setdefault(report.node, []).append(report)
+        ordered = [report for gangs in sorted(nodes.values(), key=len) for report in reversed(gangs)]
+        return next((i for i, report in enumerate(ordered) if report.num_jobs), len(ordered))
 
     @property
     def has_work(self) -> bool:
@@ -119,12 +129,18 @@ class Observation:
 
 
 class ArrivalHistory:
-    """Arrivals at all gangs together, as cumulative sums over time."""
+    """Arrivals at all gangs together, as cumulative sums over time.
+
+    Requests that came while the first gang started are reported all at once. They count as spread over the time since
+    the last observation without a gang, not as a sudden rise.
+    """
 
     def __init__(self) -> None:
         self._times_s: list[float] = []
         self._sums: list[tuple[float, float, float]] = []
         self._last: dict[str, GangReport] = {}
+        self._empty_s: float | None = None
+        """Time of that observation, until the first gang after it reports arrivals."""
 
     def hear(self, seen: Observation) -> bool:
         """Add what has arrived since the last observation. Return whether anything has."""
@@ -142,6 +158,11 @@ class ArrivalHistory:
             )
         self._last = dict(seen.gangs)
         grew = not is_first and sums[0] > self._sums[-1][0]
+        if not seen.gangs and not seen.target:
+            self._empty_s = seen.now_s
+        elif grew and self._empty_s is not None:
+            self._spread(max(self._empty_s, self._times_s[0]), seen.now_s, sums)
+            self._empty_s = None
         self._times_s.append(seen.now_s)
         self._sums.append(sums)
         if seen.now_s - self._times_s[0] > 2 * KEPT_S:
@@ -158,28 +179,43 @@ class ArrivalHistory:
         """Return the part of the last ``window_s`` that was observed, at least ``MIN_SPAN_S``."""
         return max(MIN_SPAN_S, min(window_s, now_s - self._times_s[0]))
 
+    def _spread(self, from_s: float, to_s: float, sums: tuple[float, float, float]) -> None:
+        """Let the sums grow evenly from the observation at ``from_s`` to ``sums`` at ``to_s``."""
+        num = bisect_right(self._times_s, from_s)
+        del self._times_s[num:], self._sums[num:]
+        before = self._sums[-1]
+        for share in (part / SPREAD_PARTS for part in range(1, SPREAD_PARTS)):
+            num_arrived, work_s, work_s2 = (old + share * (new - old) for old, new in zip(before, sums, strict=True))
+            self._times_s.append(from_s + share * (to_s - from_s))
+            self._sums.append((num_arrived, work_s, work_s2))
+
     def _sums_at(self, at_s: float) -> tuple[float, float, float]:
         return self._sums[min(len(self._sums) - 1, bisect_left(self._times_s, at_s))]
 
 
 class StartTimes:
-    """Measured seconds from the order of a gang until it runs, its node's start included."""
+    """Measured seconds from the order of a gang until it runs, its node's start included.
+
+    Ray Serve orders the first gang itself and asks the policy again once it runs: the order came after the observation
+    before that one.
+    """
 
     def __init__(self) -> None:
         self._ordered_s: deque[float] = deque()
         self._took_s: deque[float] = deque(maxlen=NUM_STARTS)
         self._num_running: int | None = None
         self._target = 0
+        self._heard_s: float | None = None
 
     def hear(self, seen: Observation) -> None:
         """Match gangs that have begun to run with the oldest orders."""
         num_running = len(seen.gangs)
+        self.order(seen.now_s if self._heard_s is None else self._heard_s, seen.target)
         num_begun = 0 if self._num_running is None else num_running - self._num_running
         for _ in range(num_begun):
             if self._ordered_s:
                 self._took_s.append(seen.now_s - self._ordered_s.popleft())
-        self._num_running = num_running
-        self.order(seen.now_s, seen.target)
+        self._num_running, self._heard_s = num_running, seen.now_s
         while len(self._ordered_s) > max(0, seen.target - num_running):
             self._ordered_s.pop()
 

@@ -140,23 +140,45 @@ def rank_gangs(
     become idle.
     ``ages_s``: age of a gang's report; ``sent``: jobs that were sent to a gang since.
     """
-    known_s = [new.steps_s(load.step_s) for load in loads.values()]
+    heard_s = {name: -(ages_s or {}).get(name, 0.0) for name in loads}
+    return [Choice(*one) for one in _ranked([*loads], loads, heard_s, 0.0, new, sent or {})]
+
+
+def _ranked(
+    names: Sequence[str],
+    loads: Mapping[str, GangLoad],
+    heard_s: Mapping[str, float],
+    now_s: float,
+    new: NewWork,
+    sent: Mapping[str, Collection[OpenWork]],
+) -> list[tuple[int, int, int, str, float, float]]:
+    """Return the fields of ``rank_gangs`` for reports of the times ``heard_s``.
+
+    Models may have hundreds of gangs: it avoids calls and objects.
+    """
+    adapters, priority = new.adapters, new.priority
+    known_s = [new.steps_s(loads[name].step_s) for name in names]
     if (usual_s := next((one for one in known_s if one is not None), None)) is None:
         return []
-    ages_s, sent, ranked = ages_s or {}, sent or {}, []
-    for place, (name, load) in enumerate(loads.items()):  # with few calls: a model may have hundreds of gangs
-        steps_s, backlog_s = known_s[place], load.backlog_s
+    ranked = []
+    for place, (name, steps_s) in enumerate(zip(names, known_s, strict=True)):
+        load = loads[name]
+        backlog_s = load.backlog_s
         if steps_s is None:
             own_s = usual_s + load.cold_s
         else:
-            own_s = steps_s + (load.switch_s if new.adapters != load.adapters else 0.0)
-        urgency_s = (1 + SAME_SHARE) * own_s / new.priority + SAME_S if load.by_urgency else math.inf
-        wait_s = load.wake_s + load.left_sums_s[bisect_right(load.urgencies_s, urgency_s)] - ages_s.get(name, 0.0)
+            own_s = steps_s + (load.switch_s if adapters != load.adapters else 0.0)
+        urgency_s = (1 + SAME_SHARE) * own_s / priority + SAME_S if load.by_urgency else math.inf
+        wait_s = load.wake_s - now_s + heard_s[name]
+        if backlog_s:
+            wait_s += load.left_sums_s[bisect_right(load.urgencies_s, urgency_s)]
         finish_s = wait_s + own_s if wait_s > 0 else own_s
-        if beside := sent.get(name):
-            finish_s += sum([one.left_s for one in beside if one.urgency_s <= urgency_s])
-            backlog_s += sum([one.left_s for one in beside])
-        ranked.append(Choice(round(100 * finish_s), round(100 * backlog_s), place, name, finish_s, own_s))
+        if sent and (beside := sent.get(name)):
+            for one in beside:
+                backlog_s += one.left_s
+                if one.urgency_s <= urgency_s:
+                    finish_s += one.left_s
+        ranked.append((int(100 * finish_s + 0.5), int(100 * backlog_s + 0.5), place, name, finish_s, own_s))
     ranked.sort()
     return ranked
 
@@ -189,20 +211,20 @@ class LoadBoard:
         """Return ``names`` by predicted finish of ``new``, and assume that the first one gets it; [] if unknown."""
         if not self._loads.keys() >= set(names):
             return []
-        sent = {name: self._unreported(name, now_s) for name in names if self._sent.get(name)}
-        loads = {name: self._loads[name] for name in names}
-        ranked = rank_gangs(loads, new, {name: now_s - self._heard_s[name] for name in names}, sent)
+        sent = {name: self._unreported(name, self._sent[name], now_s) for name in names if self._sent.get(name)}
+        ranked = _ranked(names, self._loads, self._heard_s, now_s, new, sent)
         if ranked:
-            first, sent_before = ranked[0], self._sent.get(ranked[0].name, {})
-            still = {name: one for name, one in sent_before.items() if now_s - one[0] <= SENT_MEMORY_S + one[1].left_s}
-            self._sent[first.name] = still | {job_id: (now_s, OpenWork(first.own_s, first.own_s / new.priority))}
-        return [choice.name for choice in ranked]
+            *_, first, _, own_s = ranked[0]
+            self._sent.setdefault(first, {})[job_id] = now_s, OpenWork(own_s, own_s / new.priority)
+        return [one[3] for one in ranked]
 
-    def _unreported(self, name: str, now_s: float) -> list[OpenWork]:
-        """Return the jobs that were sent to a gang and that neither its report has nor time has ended."""
+    def _unreported(self, name: str, sent: dict[str, tuple[float, OpenWork]], now_s: float) -> list[OpenWork]:
+        """Return the jobs of ``sent`` that neither the gang's report has nor time has ended. Forget the others."""
         reported, since_s = self._loads[name].jobs, now_s - SENT_MEMORY_S
-        sent = self._sent[name].items()
-        return [one for job_id, (at_s, one) in sent if job_id not in reported and since_s <= at_s + one.left_s]
+        gone = [job_id for job_id, (at_s, one) in sent.items() if at_s + one.left_s < since_s]
+        for job_id in gone:
+            del sent[job_id]
+        return [one for job_id, (_, one) in sent.items() if job_id not in reported]
 
     def confirm(self, name: str, job_id: str) -> None:
         """Record which gang has got a job."""

@@ -7,10 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from benchmarks.serving.fake_nodes import HOST, ROOT
 from deployments.cli.serving import parse_config, reserved_port
 from tests.deployments.support.bare import assert_same_picture, bare_frames
 from tests.deployments.support.commands import short_folder
-from tests.deployments.support.fake_nodes import HOST, ROOT, FakeNodes, fake_nodes
+from tests.deployments.support.fake_nodes import FakeNodes, fake_nodes
 from tests.deployments.support.live import asked_for, config_of, is_healthy, picture, pixels_of, wait_until
 
 pytestmark = pytest.mark.ray

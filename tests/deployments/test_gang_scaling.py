@@ -287,7 +287,7 @@ def replica_load(work_s: float | None = 1.0, **open_s: float) -> ReplicaLoad:
         additions=mix_of((Lora(name="ink"),)),
         switch_s=0.125,
     )
-    return ReplicaLoad(cast("Any", stub), start_s=12.0)
+    return ReplicaLoad(cast("Any", stub), start_s=12.0, node_id="9" * 44 + "00000000000a")
 
 
 def done(*, was_warm: bool = True, denoise_s: float = 1.0) -> JobDone:
@@ -329,7 +329,7 @@ def test_a_request_on_its_way_counts_as_a_job() -> None:
     with load.coming("b", REQUEST):
         assert load.autoscaling_stats() == pytest.approx(
             {"backlog_s": 4.0, "num_jobs": 2, "num_arrived": 5, "arrived_s": 5.0, "arrived_s2": 0.0}
-            | {"spare_s": float("inf"), "start_s": 12.0}
+            | {"spare_s": float("inf"), "start_s": 12.0, "node": 10.0}
         )
         assert GangLoad.of_stats(load.routing_stats()).jobs["b"].left_s == pytest.approx(1.0)
     assert load.autoscaling_stats()["num_jobs"] == 1

@@ -11,11 +11,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from benchmarks.serving.application import kill_all_in
+from benchmarks.serving.fake_nodes import HOST, OBJECT_STORE_BYTES, RAY, ROOT
 from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.cli.serving import reserved_port
 from tests.deployments.support.bare import assert_same_picture, bare_frames
-from tests.deployments.support.commands import Command, command, kill_all_in, short_folder
-from tests.deployments.support.fake_nodes import HOST, OBJECT_STORE_BYTES, RAY, ROOT, FakeNodes
+from tests.deployments.support.commands import Command, command, short_folder
+from tests.deployments.support.fake_nodes import FakeNodes
 from tests.deployments.support.live import config_of, is_healthy, picture, pixels_of, wait_until
 from tests.support.patience import PATIENCE_S
 from tests.support.ports import own_port

@@ -39,6 +39,7 @@ OWN_FILES = ("pipelines/models/",)
 WORD = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])"
 PRIVATE = {"ray": "deployments/ray_private.py", "torch": "engines/core/torch_private.py"}
 """Where the private names of a library may be used."""
+READS_TESTS = ".ci/models_proofs.py"
 SETTINGS = "deployments/settings.py"
 START_PROCESSES = {
     "deployments/forked_worker.py",
@@ -81,6 +82,14 @@ def test_imports_are_absolute() -> None:
 def test_nothing_that_is_served_imports_training_tests_or_benchmarks() -> None:
     for_developers = {"tests", "benchmarks", "training"}
     assert forbidden_imports(python_files(*PACKAGES), lambda _, module: top(module) in for_developers) == []
+
+
+def test_nothing_outside_of_tests_imports_tests() -> None:
+    """One file reads tests as data, to document what they prove."""
+    files = [name for name in python_files(*CODE, "benchmarks", ".ci") if name != READS_TESTS]
+    assert any(name.startswith("benchmarks/serving/") for name in files), "folders have other names"
+    assert forbidden_imports(files, lambda _, module: top(module) == "tests") == []
+    assert forbidden_imports([READS_TESTS], lambda _, module: top(module) == "tests") != []
 
 
 def is_command_line(_: str, module: str) -> bool:

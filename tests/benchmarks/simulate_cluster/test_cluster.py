@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean
+from unittest.mock import patch
 
 import pytest
 
@@ -24,22 +25,22 @@ from benchmarks.simulate_cluster.replicas import (
     StepReplica,
 )
 from benchmarks.simulate_cluster.strategies import ByRequests, ByWork, FixedSize, Observed
-from engines.gang.autoscaling import ScalingRules
+from engines.gang.autoscaling import GangScaler, Observation, ScalingRules
 from engines.gang.policies.policy import make_policy
 
 SPEC = ClusterSpec(
     num_gpus=8,
     gpus_per_node=4,
     num_ranks=2,
-    node_start_s=100.0,
-    gang_start_s=20.0,
+    node_starts_s=(100.0,),
+    gang_starts_s=(20.0,),
     node_idle_s=50.0,
     failures_per_gpu_hour=0.0,
 )
 RULES = ScalingRules(target_wait_s=10.0, min_gangs=0, max_gangs=4, idle_s=60.0)
 HOURS = DayTraffic(peak_load=4.8, num_ranks=2, from_hour=8.0, hours=3.0)
 
-
+DECIDE = GangScaler.decide
 BY_STEPS = pytest.mark.parametrize("by_steps", [True, False])
 STEP_S = 1 / 64
 BY_HAND = replace(SPEC, measured_step_s={"1024x1024": STEP_S})
@@ -63,14 +64,6 @@ def test_by_arrival_short_pictures_wait_for_the_long_one(by_steps: bool) -> None
     cluster = Cluster(BY_HAND, FixedSize(1), policy="arrival", by_steps=by_steps)
     cluster.run(pictures((0.0, 10.0), (1.0, 2.0), (2.0, 0.5)), warm_gangs=1)
     assert sorted(cluster.waits_s) == pytest.approx([0.0, 9.0, 10.0])
-
-
-def test_a_picture_may_take_another_time_than_predicted() -> None:
-    """The scheduler runs it as the short one that it is taken for: it delays the others by all its time."""
-    cluster = Cluster(BY_HAND, FixedSize(1))
-    slow, other = (Picture(0.0, "1024x1024", round(lone_s / STEP_S), pace) for lone_s, pace in ((2.0, 3.0), (4.0, 1.0)))
-    cluster.run([slow, other], warm_gangs=1)
-    assert sorted(cluster.latencies_s) == pytest.approx([6.0, 10.0], abs=6 * STEP_S)
 
 
 def test_a_gang_has_the_scheduler_of_a_real_one() -> None:
@@ -136,12 +129,14 @@ def test_without_a_gang_a_request_waits_for_node_and_gang_which_end_when_nobody_
 
 def test_a_cluster_that_may_be_empty_runs_until_it_is() -> None:
     strategy = Observed(ByWork(RULES))
-    cluster = Cluster(replace(BY_HAND, min_gangs=0, measured_starts_s=(20.0, 30.0)), strategy)
+    cluster = Cluster(replace(BY_HAND, min_gangs=0, gang_starts_s=(20.0, 30.0)), strategy)
     cluster.run(pictures((10.0, 5.0), (1000.0, 5.0)), warm_gangs=0)
     assert cluster.waits_s == pytest.approx([120.0, 130.0], abs=2.0), "each start took as long as measured"
     assert (cluster.nodes, cluster.num_starts) == ([], 2)
     nodes_s = sum(nodes * (later_s - at_s) for (at_s, _, nodes), (later_s, *_) in pairwise(strategy.moments))
-    assert 4 * (nodes_s + 2 * SPEC.node_start_s) == pytest.approx(cluster.gpu_s, abs=8), "nodes that start cost as well"
+    assert 4 * (nodes_s + 2 * SPEC.node_starts_s[0]) == pytest.approx(cluster.gpu_s, abs=8), (
+        "nodes that start cost as well"
+    )
     assert max(at_s for at_s, gangs, _ in strategy.moments if gangs) < 1135 + RULES.idle_s + 130
 
 
@@ -160,8 +155,47 @@ class Alternating:
         return running[-1]
 
 
+def test_a_policy_by_work_sees_gangs_as_they_were_at_the_last_decision() -> None:
+    """The gang has its job from 120 s on. The scaler, which is asked from then on, sees it a decision later."""
+    seen: list[tuple[float, int, float]] = []
+    strategy = ByWork(RULES)
+    cluster = Cluster(replace(BY_HAND, min_gangs=0), strategy)
+
+    def decide(scaler: GangScaler, observation: Observation) -> int:
+        seen.extend((observation.now_s, one.num_jobs, one.num_arrived) for one in observation.gangs.values())
+        return DECIDE(scaler, observation)
+
+    with patch.object(GangScaler, "decide", decide):
+        cluster.run(pictures((0.5, 2.0)), warm_gangs=0)
+    assert seen[:4] == [(121.0, 1, 0), (122.0, 1, 1), (123.0, 1, 1), (124.0, 0, 1)]
+
+
+def test_a_gang_by_work_stays_while_a_request_is_open() -> None:
+    """The second request comes when the gang has been idle for ``idle_s``, before a report says so."""
+    num_starts = {}
+    for at_s in (182.4, 190.0):
+        cluster = Cluster(replace(BY_HAND, min_gangs=0), ByWork(RULES))
+        cluster.run(pictures((0.5, 2.0), (at_s, 3.0), (at_s + 2, 1.0)), warm_gangs=0)
+        num_starts[at_s] = cluster.num_starts
+    assert num_starts == {182.4: 1, 190.0: 2}
+
+
+@pytest.mark.parametrize(("places", "ended"), [([0, 1], 0), ([0, 0, 1], 2), ([0, 1, 1], 0), ([0, 0], 1)])
+def test_the_gang_that_ends_is_the_newest_of_the_emptiest_node_and_of_equal_nodes_the_oldest(
+    places: list[int], ended: int
+) -> None:
+    """So Ray Serve 2.60 chooses (``DeploymentScheduler._get_replicas_to_stop``)."""
+    cluster, nodes = Cluster(BY_HAND, FixedSize(1)), [ClusterNode(0.0, 0.0), ClusterNode(0.0, 0.0)]
+    for number, place in enumerate(places):
+        gang = StepReplica(f"gang{number}", number, nodes[place], BY_HAND.step_s, 0.0)
+        gang.is_running = True
+        nodes[place].gangs.add(gang)
+        cluster.gangs.append(gang)
+    assert cluster.next_to_end().number == ended
+
+
 def test_a_gang_that_ends_finishes_its_jobs() -> None:
-    cluster = Cluster(replace(BY_HAND, gang_start_s=0.0), Alternating())
+    cluster = Cluster(replace(BY_HAND, gang_starts_s=(0.0,)), Alternating())
     cluster.run(pictures(*((float(at_s), 4.0) for at_s in range(0, 60, 2))), warm_gangs=2)
     assert len(cluster.waits_s) == 30
     assert min(cluster.waits_s) >= -1e-9
@@ -217,7 +251,7 @@ def test_by_work_fewer_gpu_hours_give_no_more_late_pictures() -> None:
 
 
 def test_serves_own_policy_waits_before_it_changes_the_number() -> None:
-    spec = replace(BY_HAND, node_start_s=0.0, gang_start_s=0.0)
+    spec = replace(BY_HAND, node_starts_s=(0.0,), gang_starts_s=(0.0,))
     cluster = Cluster(spec, ByRequests(1, 4, upscale_delay_s=30.0, downscale_delay_s=600.0), by_steps=False)
     cluster.run(pictures(*((0.0, 300.0) for _ in range(8)), *((2000.0, 2.0),)), warm_gangs=1)
     assert cluster.num_changes == 2, "up to four, and down when all are done"

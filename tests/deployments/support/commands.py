@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,6 +20,7 @@ import pytest
 import ray
 from typer.testing import CliRunner, Result
 
+from benchmarks.serving.application import kill_all_in, processes_in
 from deployments.cli.main import app
 from deployments.cli.progress import console
 from deployments.config import ServeConfig
@@ -133,26 +134,6 @@ class Command:
     def processes(self) -> list[psutil.Process]:
         """All that it has started and that runs, itself included."""
         return processes_in(self._folder)
-
-
-def processes_in(folder: Path) -> list[psutil.Process]:
-    """The processes that have files in ``folder`` open."""
-
-    def is_in(process: psutil.Process) -> bool:
-        try:
-            return any(Path(file.path).is_relative_to(folder) for file in process.open_files())
-        except psutil.Error:
-            return False
-
-    return [process for process in psutil.process_iter() if is_in(process)]
-
-
-def kill_all_in(folder: Path) -> None:
-    """SIGKILL to the processes that have files in ``folder`` open, until there is none."""
-    while left := processes_in(folder):
-        for one in left:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
 
 
 @contextmanager

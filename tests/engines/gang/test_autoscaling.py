@@ -194,6 +194,19 @@ def test_a_gang_with_a_long_job_is_not_ended_for_idleness() -> None:
         assert scaler.decide(Observation(now_s=now_s, target=1, gangs={"a": busy})) >= 1
 
 
+@pytest.mark.parametrize(
+    ("nodes", "busy", "num_idle"),
+    [("AAA", "a", 2), ("AAA", "c", 0), ("ABC", "a", 0), ("ABC", "c", 2), ("AAB", "b", 1), ("ABB", "a", 0)],
+)
+def test_no_gang_with_a_job_is_among_those_that_ray_serve_ends(nodes: str, busy: str, num_idle: int) -> None:
+    """Serve takes the emptiest node, the oldest of equal ones, and the newest gang of a node."""
+    gangs = {
+        name: GangReport(num_jobs=int(name == busy), node=float(ord(node)))
+        for name, node in zip("abc", nodes, strict=True)
+    }
+    assert Observation(now_s=0.0, target=3, gangs=gangs).num_idle == num_idle
+
+
 def test_deadlines_shorten_the_wait_that_is_aimed_at() -> None:
     patient, pressed = fluid(), fluid()
     for _ in range(600):
@@ -227,6 +240,47 @@ def test_a_start_is_measured_from_the_order_and_its_median_kept() -> None:
     starts.order(130.0, 2)
     starts.hear(Observation(now_s=131.0, target=2, gangs={"a": GangReport(), "b": GangReport()}))
     assert starts.lead_s(12.0) == 70.0, "an order that was taken back tells nothing"
+
+
+def test_the_start_of_a_first_gang_which_serve_orders_counts_its_node_too() -> None:
+    """Serve does not ask meanwhile: 240 s for the node, and 28 s of the gang's own, which it reports."""
+    starts = StartTimes()
+    for now_s in (100.0, 101.0):
+        starts.hear(Observation(now_s=now_s, target=0))
+    starts.hear(Observation(now_s=369.0, target=1, gangs={"a": GangReport(num_jobs=1)}))
+    assert starts.lead_s(28.0) == starts.longest_s(28.0) == 268.0
+    starts.hear(Observation(now_s=400.0, target=1))
+    starts.hear(Observation(now_s=410.0, target=1, gangs={"b": GangReport()}))
+    assert starts.longest_s(28.0) == 268.0, "nobody ordered the one that took a dead one's place"
+
+
+def first_gang(num_arrived: float, work_s: float, num_jobs: int = 0) -> dict[str, GangReport]:
+    squares_s2 = work_s**2 / num_arrived if num_arrived else 0.0
+    return {"a": GangReport(num_jobs=num_jobs, num_arrived=num_arrived, arrived_s=work_s, arrived_s2=squares_s2)}
+
+
+def test_requests_that_come_while_a_first_gang_starts_are_spread_over_its_start() -> None:
+    history = ArrivalHistory()
+    for now_s in (98.0, 100.0):
+        history.hear(Observation(now_s=now_s, target=0))
+    for now_s, num in ((196.0, 0), (198.0, 0), (200.0, 10), (202.0, 11)):
+        history.hear(Observation(now_s=now_s, target=1, gangs=first_gang(num, 2.0 * num)))
+    assert history.between(100.0, 200.0)[:2] == pytest.approx((10.0, 20.0))
+    assert history.between(150.0, 200.0)[1] == pytest.approx(10.0, abs=20 / 16)
+    assert history.between(200.0, 202.0)[:2] == (1.0, 2.0), "later ones at their times"
+
+
+def test_few_requests_after_a_start_from_zero_bring_no_second_gang() -> None:
+    """Five requests in 20 s, two of which waited for the gang, keep a third of it busy."""
+    scaler = GangScaler(ScalingRules(target_wait_s=3.0, min_gangs=0, max_gangs=3, idle_s=5.0))
+    for now_s in range(80):
+        assert scaler.decide(Observation(now_s=now_s, target=0)) == 0
+    arrived = {86: (0, 0.0), 87: (0, 0.0), 88: (2, 4.1), 92: (3, 5.1), 95: (4, 6.1), 100: (5, 7.1)}
+    num, work_s = 0, 0.0
+    for now_s in range(86, 104):
+        num, work_s = arrived.get(now_s, (num, work_s))
+        gangs = first_gang(num, work_s, num_jobs=int(now_s in arrived))
+        assert scaler.decide(Observation(now_s=now_s, target=1, gangs=gangs)) == 1, now_s
 
 
 def test_a_restarted_controller_ends_no_gang_at_once() -> None:
