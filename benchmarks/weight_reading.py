@@ -1,6 +1,6 @@
 """Times of reading a transformer's weights onto the ranks of a host: every rank all of them, and all ranks together.
 
-    torchrun --nproc-per-node 2 -m benchmarks.weight_reading FOLDER [--part transformer] [--rounds 3]
+    torchrun --nproc-per-node 2 -m benchmarks.weight_reading FOLDER [--rounds 3]
 
 Files are read once before, so they come out of the page cache. Ways take turns in each round. Ranks use GPUs and NCCL,
 or CPUs and Gloo. The status is 1 if ranks that read together have other bits. The last line is one JSON document.
@@ -36,16 +36,16 @@ GIB = 2**30
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, help="in diffusers' layout")
-    parser.add_argument("--part", default="transformer")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     rank, num_ranks = start_distributed()
     device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
     context = RankContext(rank=rank, num_ranks=num_ranks, device=str(device))
     axes = {"each": ALONE} | ({"together": host_axis(context)} if num_ranks > 1 else {})
-    files = files_of(arguments.folder / arguments.part)
+    folder = arguments.folder / "transformer"
+    files = files_of(folder)
     if not files:
-        raise SystemExit(f"{arguments.folder / arguments.part} has no weights in diffusers' layout")
+        raise SystemExit(f"{folder} has no weights in diffusers' layout")
     document = measure(files, device, axes, arguments.rounds)
     if rank == 0:
         report(document, device, num_ranks)
