@@ -12,10 +12,11 @@ from typing import Any
 import httpx
 import pytest
 
+from benchmarks.serving.fake_nodes import HOST
 from deployments.cli.serving import parse_config, reserved_port
 from deployments.names import INGRESS
 from tests.deployments.support.commands import short_folder
-from tests.deployments.support.fake_nodes import HOST, FakeNodes, fake_nodes
+from tests.deployments.support.fake_nodes import FakeNodes, fake_nodes
 from tests.deployments.support.live import (
     TIMEOUT_S,
     config_of,

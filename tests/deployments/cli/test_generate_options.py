@@ -82,8 +82,8 @@ def test_pictures_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_control_and_a_clip_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ("--control-image", "a.png", "--control-scale", "0.7", "--video", "b.mp4")
-    options = (*options, "--video", "c.mp4", "--keep-audio")
+    clips = ("--video", "b.mp4", "--video", "c.mp4", "--keep-audio")
+    options = ("--control-image", "a.png", "--control-scale", "0.7", *clips)
     expected = {"control_image": Path("a.png"), "control_scale": 0.7, "videos": [Path("b.mp4"), Path("c.mp4")]}
     expected["keep_audio"] = True
     assert asked(monkeypatch, *options) == {"prompt": "a red circle", **expected}

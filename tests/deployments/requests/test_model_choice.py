@@ -106,7 +106,7 @@ def test_a_clip_goes_to_a_model_that_needs_an_adapter_only_beside_one() -> None:
     context = replace(FakeStudio().cards()["fake-clips"].defaults, max_video_frames=9, video_needs_lora=True)
     known = {"context": context, "changes": replace(context, video_needs_lora=False)}
     cards = {name: ModelCard(name=name, family="", created=0, defaults=one) for name, one in known.items()}
-    clip = VideoBody(prompt="a", video=b"-")
+    clip = VideoBody(prompt="a", video=(b"-",))
     with_lora = clip.model_copy(update={"lora": (("ink", None),)})
     for body, name in ((clip, "changes"), (with_lora, "context")):
         for needs in (Needs.of(body), needs_of_fields(body.model_dump())):

@@ -110,7 +110,7 @@ def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadP
     assert len(set(alone)) == len(parcels)
     frames_FHWC = Checkpoint(clips).decoder().decode(latents, request)
     assert alone[1] == encode_frames(frames_FHWC, "mp4", fps=request.fps)
-    samples_CT = np.sin(np.arange(48_000, dtype=np.float32))[None] / 2
+    samples_CT = (np.sin(np.arange(48_000))[None] / 2).astype(np.float32)
     copied = InputSound(num_channels=1, rate=48_000, data=samples_CT.tobytes())
     heard = decoder.decode(parcels[1], request, Output(format="mp4", sound=copied)).data
     cut = Sound(samples_CT=samples_CT[:, : round(request.num_frames / request.fps * 48_000)], rate=48_000)

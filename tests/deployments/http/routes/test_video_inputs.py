@@ -37,7 +37,7 @@ TIMES_S = np.arange(NUM_FRAMES * RATE // FPS) / RATE
 TONE = encode_clip(
     np.broadcast_to(LEVELS[:, None, None, None], (NUM_FRAMES, HEIGHT, WIDTH, 3)).copy(),
     FPS,
-    Sound(samples_CT=np.sin(2 * np.pi * HZ * TIMES_S, dtype=np.float32)[None] / 2, rate=RATE),
+    Sound(samples_CT=np.sin(2 * np.pi * HZ * TIMES_S)[None].astype(np.float32) / np.float32(2), rate=RATE),
 )
 TONE_URL = data_url(TONE, "video/mp4")
 VIDEOS = "/v1/videos"
@@ -399,7 +399,7 @@ async def test_references_are_several_clips_with_their_sound(
     urls = [data_url(TONE, "video/mp4"), {"video_url": URL}, {"id": before["id"]}]
     await made(client, await client.post(VIDEOS, json={**fields, "video": urls, "keep_audio": True}))
     form = {name: str(value) for name, value in fields.items()} | {"keep_audio": "true"}
-    files = [("video", TONE), ("video", FILE), ("video", (None, before["id"]))]
+    files: list[tuple[str, Any]] = [("video", TONE), ("video", FILE), ("video", (None, before["id"]))]
     answer = await client.post(VIDEOS, data=form, files=files)
     await made(client, answer)
     for request, inputs in zip(studio.performed[-2:], studio.inputs[-2:], strict=True):

@@ -68,7 +68,7 @@ def samples_of(sound: InputSound | None) -> NDArray[np.float32]:
     return np.frombuffer(sound.data, np.float32).reshape(sound.num_channels, -1)
 
 
-FILES = {
+FILES: dict[str, dict[str, Any]] = {
     "mp4, aac": {},
     "mov, pcm": {"container": "mov", "codecs": ("libx264", "pcm_s16le"), "layout": "mono"},
     "mov, alac": {"container": "mov", "codecs": ("libx264", "alac")},
@@ -81,7 +81,7 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_samples_are_those_that_diffusers_reads(name: str, tmp_path: Path) -> None:
     """At the file's own rate; a sound that is longer than the clip is cut."""
-    options: dict[str, Any] = FILES[name]
+    options = FILES[name]
     rate, num_channels = options.get("rate", RATE), 1 if options.get("layout") == "mono" else 2
     data = with_sound(tone(num_channels, rate, 1.0), **options)
     (tmp_path / "clip").write_bytes(data)

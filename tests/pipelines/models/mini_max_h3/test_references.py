@@ -109,9 +109,8 @@ def along_with(name: str) -> InputPictures:
         size = {"width": width, "height": height, "num_frames": len(shown), "fps": 24}
         kept = None if sound is None else input_sound(sound)
         videos.append(InputVideo(**size, data=data, sound=kept))
-    first, *further = videos or [None]
     images = tuple(map(InputPicture.of, images_of(name)))
-    return InputPictures(pictures=images, video=first, further_videos=tuple(one for one in further if one))
+    return InputPictures(pictures=images, video=next(iter(videos), None), further_videos=tuple(videos[1:]))
 
 
 def input_sound(sound: torch.Tensor) -> InputSound:

@@ -93,8 +93,8 @@ def request_of(name: str, folder: Path, **changes: Any) -> MediaRequest:
 
 def inputs_of(request: MediaRequest, *, character: int = 3, is_backwards: bool = False) -> InputPictures:
     shown = driving_of(request)[:: -1 if is_backwards else 1]
-    size, data = {"width": request.width, "height": request.height}, b"".join(frame.tobytes() for frame in shown)
-    video = InputVideo(**size, num_frames=request.num_frames, fps=24, data=data)
+    data = b"".join(frame.tobytes() for frame in shown)
+    video = InputVideo(width=request.width, height=request.height, num_frames=request.num_frames, fps=24, data=data)
     return InputPictures(pictures=(InputPicture.of(character_of(request, character)),), video=video)
 
 
