@@ -25,6 +25,8 @@ DECODERS = (*COMPRESSED, *PLAIN)
 OPTIONS = {"codec_whitelist": ",".join(DECODERS), "protocol_whitelist": "none"}
 MIN_RATE, MAX_RATE = 8_000, 192_000
 MAX_CHANNELS = 8
+MAX_BLOCK_SAMPLES = 1 << 20
+"""Most samples a channel of one decoded frame. Encoders write some thousands."""
 LAYOUTS = {1: "mono", 2: "stereo"}
 
 
@@ -99,7 +101,8 @@ def _pieces(
             skipped = min(max(0, num_before), samples_CT.shape[1])
             num_before -= skipped
             num_left -= samples_CT.shape[1] - skipped
-            yield samples_CT[:, skipped:]
+            if skipped < samples_CT.shape[1]:  # an empty view would hold the memory of all samples
+                yield samples_CT[:, skipped:]
         if num_left <= 0:
             return
 
@@ -125,5 +128,14 @@ def _frames(opened: Any, stream: Any, param: str, limits: PictureLimits) -> Iter
         if packet.is_corrupt:
             raise RequestError(f"the sound of {param} is broken; send a file that is whole", param, code="bad_video")
         with suppress(av.EOFError):
-            yield from stream.codec_context.decode(packet)
+            for frame in stream.codec_context.decode(packet):
+                _check_block(frame, param)
+                yield frame
     yield None
+
+
+def _check_block(frame: av.AudioFrame, param: str) -> None:
+    """Raise RequestError for a frame whose resampled samples would take much more memory than the file."""
+    if frame.samples > MAX_BLOCK_SAMPLES:
+        message = f"the sound of {param} has a block of {frame.samples} samples; it may have {MAX_BLOCK_SAMPLES}"
+        raise RequestError(f"{message}: export it anew, or leave keep_audio out", param, code="bad_video")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3AudioReference
 from numpy.typing import NDArray
 
 from deployments.requests.pictures.limits import PictureLimits
+from deployments.requests.pictures.sound import MAX_BLOCK_SAMPLES
 from pipelines.request import InputSound
 from tests.deployments.requests.pictures.test_video import FPS, GREYS, MP4, NUM_FRAMES, form, read, refusal
 
@@ -37,8 +39,9 @@ def with_sound(
     rate: int = RATE,
     layout: str = "stereo",
     first_s: float = 0.0,
+    shown_s: float = 0.0,
 ) -> bytes:
-    """Return a clip of greys with ``sound_CT``, which begins at ``first_s``."""
+    """Return a clip of greys, shown from ``shown_s`` on, with ``sound_CT``, which begins at ``first_s``."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream: Any = output.add_stream(codecs[0], rate=FPS)
@@ -46,7 +49,7 @@ def with_sound(
         track: Any = output.add_stream(codecs[1], rate=rate, layout=layout)
         for number, frame_HWC in enumerate(GREYS):
             frame = av.VideoFrame.from_ndarray(frame_HWC, format="rgba").reformat(format="yuv420p")
-            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            frame.pts, frame.time_base = number + round(shown_s * FPS), Fraction(1, FPS)
             output.mux(stream.encode(frame))
         planar = track.format.name
         samples = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound_CT), format="fltp", layout=layout)
@@ -134,6 +137,44 @@ def test_a_clip_without_a_sound_has_none_and_one_that_is_dropped_is_not_read() -
 def test_only_the_frames_that_are_kept_are_heard() -> None:
     data = with_sound(tone(2, RATE, 1.0))
     assert samples_of(sound_of(data, max_frames=3, is_cut=True)).shape == (2, round(3 / FPS * RATE))
+
+
+def test_what_is_before_the_first_frame_takes_no_memory() -> None:
+    shown_s = 120.0
+    sound_CT = np.zeros((1, round((shown_s + 1) * RATE)), np.float32)
+    sound_CT[:, round(shown_s * RATE) :] = tone(1, RATE, 1.0)
+    files = {"container": "matroska", "codecs": ("libx264", "flac"), "layout": "mono", "shown_s": shown_s}
+    data = with_sound(sound_CT, **files)
+    tracemalloc.start()
+    try:
+        own = samples_of(sound_of(data, max_frames=3, is_cut=True))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.abs(own - tone(1, RATE, 3 / FPS)).max() < 1e-3
+    assert peak_bytes < sound_CT.nbytes / 4
+
+
+def long_block() -> bytes:
+    """All samples lie in one block of Matroska, and become six times as many."""
+    file, num_samples = io.BytesIO(), MAX_BLOCK_SAMPLES + 1
+    with av.open(file, "w", format="matroska") as output:
+        stream: Any = output.add_stream("libx264", rate=FPS)
+        stream.height, stream.width, stream.pix_fmt = *GREYS[0].shape[:2], "yuv420p"
+        track: Any = output.add_stream("pcm_u8", rate=8_000, layout="mono")
+        for number, frame_HWC in enumerate(GREYS):
+            frame = av.VideoFrame.from_ndarray(frame_HWC, format="rgba").reformat(format="yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            output.mux(stream.encode(frame))
+        samples = av.AudioFrame.from_ndarray(np.full((1, num_samples), 128, np.uint8), format="u8", layout="mono")
+        samples.sample_rate, samples.time_base, samples.pts = 8_000, Fraction(1, 8_000), 0
+        output.mux([*track.encode(samples), *track.encode(None), *stream.encode(None)])
+    return file.getvalue()
+
+
+def test_a_block_of_far_more_samples_than_the_clip_is_refused() -> None:
+    error = refusal(long_block(), sound_rate=48_000, max_frames=3, is_cut=True)
+    assert (error.code, f"{MAX_BLOCK_SAMPLES + 1} samples" in error.message) == ("bad_video", True), error
 
 
 def damaged() -> bytes:
