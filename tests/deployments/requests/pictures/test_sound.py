@@ -129,6 +129,62 @@ def test_more_channels_are_mixed_into_two() -> None:
         assert np.corrcoef(channel, hers)[0, 1] > 0.99
 
 
+FRAME_SAMPLES = 576
+"""Samples of an MP3 frame up to 24 kHz (ISO/IEC 13818-3)."""
+
+
+def packets(sound_CT: NDArray[np.float32], rate: int, layout: str) -> list[Any]:
+    """Return MP3 packets of an encoder of their own."""
+    context: Any = av.CodecContext.create("libmp3lame", "w")
+    context.sample_rate, context.layout, context.format, context.time_base = rate, layout, "fltp", Fraction(1, rate)
+    context.open()
+    resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate, frame_size=context.frame_size)
+    samples = av.AudioFrame.from_ndarray(sound_CT, format="fltp", layout=layout)
+    samples.sample_rate, samples.time_base, samples.pts = rate, Fraction(1, rate), 0
+    frames = [*resampler.resample(samples), *resampler.resample(None)]
+    return [one for frame in (*frames, None) for one in context.encode(frame)]
+
+
+def spliced(*parts: tuple[int, str]) -> bytes:
+    """Return a clip of greys whose MP3 has 0.35 s of each rate and layout."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        stream: Any = output.add_stream("libx264", rate=FPS)
+        stream.height, stream.width, stream.pix_fmt = *GREYS[0].shape[:2], "yuv420p"
+        track: Any = output.add_stream("libmp3lame", rate=parts[0][0], layout=parts[0][1])
+        track.codec_context.format = "fltp"
+        for number, frame_HWC in enumerate(GREYS):
+            frame = av.VideoFrame.from_ndarray(frame_HWC, format="rgba").reformat(format="yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+        output.start_encoding()
+        at_s = 0.0
+        for rate, layout in parts:
+            for packet in packets(tone(1 + (layout == "stereo"), rate, 0.35), rate, layout):
+                packet.stream, packet.time_base = track, Fraction(1, rate)
+                packet.pts = packet.dts = round(at_s * rate)
+                at_s += FRAME_SAMPLES / rate
+                output.mux(packet)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("second", [(RATE, "mono"), (24_000, "stereo"), (24_000, "mono")])
+def test_a_sound_that_changes_its_form_keeps_its_two_channels_and_speed(second: tuple[int, str]) -> None:
+    own = samples_of(sound_of(spliced((RATE, "stereo"), second)))
+    assert own.shape == (2, round(DURATION_S * RATE))
+    assert main_hz(own[0, : RATE // 5]) == pytest.approx(HZ[0], abs=10)
+    assert main_hz(own[1, : RATE // 5]) == pytest.approx(HZ[1], abs=10)
+    after = own[:, -RATE // 5 :]
+    assert main_hz(after[0]) == pytest.approx(HZ[0], abs=10)
+    assert main_hz(after[1]) == pytest.approx(HZ[second[1] == "stereo"], abs=10)
+
+
+def main_hz(samples: NDArray[np.float32]) -> float:
+    """Return the loudest frequency."""
+    return float(np.abs(np.fft.rfft(samples)).argmax() * RATE / len(samples))
+
+
 def test_a_clip_without_a_sound_has_none_and_one_that_is_dropped_is_not_read() -> None:
     assert sound_of(MP4) is None
     assert sound_of(with_sound(tone(2, RATE, 1.0)), sound_rate=0) is None
@@ -143,7 +199,7 @@ def test_what_is_before_the_first_frame_takes_no_memory() -> None:
     shown_s = 120.0
     sound_CT = np.zeros((1, round((shown_s + 1) * RATE)), np.float32)
     sound_CT[:, round(shown_s * RATE) :] = tone(1, RATE, 1.0)
-    files = {"container": "matroska", "codecs": ("libx264", "flac"), "layout": "mono", "shown_s": shown_s}
+    files: dict[str, Any] = {"container": "matroska", "codecs": ("libx264", "flac"), "layout": "mono", "shown_s": shown_s}
     data = with_sound(sound_CT, **files)
     tracemalloc.start()
     try:
