@@ -28,6 +28,8 @@ MIN_RATE, MAX_RATE = 8_000, 192_000
 MAX_CHANNELS = 8
 MAX_BLOCK_SAMPLES = 1 << 20
 """Most samples a channel of one decoded frame. Encoders write some thousands."""
+MAX_SAMPLE = 8.0
+"""Decoders of loud lossy sounds exceed 1 a little; samples written as floats may be anything."""
 LAYOUTS = {1: "mono", 2: "stereo"}
 
 
@@ -65,6 +67,8 @@ def read_sound(data: bytes, container: str, param: str, limits: PictureLimits, f
     if not samples_CT.shape[1]:
         return None
     samples_CT = np.ascontiguousarray(samples_CT, dtype=np.float32)
+    if not np.abs(samples_CT).max() <= MAX_SAMPLE:  # NaN is not either
+        raise _refusal(f"has samples that are no numbers, or beyond {MAX_SAMPLE:g}; export it anew", param)
     return InputSound(num_channels=len(samples_CT), rate=form.rate, data=samples_CT.tobytes())
 
 

@@ -71,7 +71,7 @@ def samples_of(sound: InputSound | None) -> NDArray[np.float32]:
     return np.frombuffer(sound.data, np.float32).reshape(sound.num_channels, -1)
 
 
-FILES = {
+FILES: dict[str, dict[str, Any]] = {
     "mp4, aac": {},
     "mov, pcm": {"container": "mov", "codecs": ("libx264", "pcm_s16le"), "layout": "mono"},
     "mov, alac": {"container": "mov", "codecs": ("libx264", "alac")},
@@ -84,7 +84,7 @@ FILES = {
 @pytest.mark.parametrize("name", FILES)
 def test_samples_are_those_that_diffusers_reads(name: str, tmp_path: Path) -> None:
     """At the file's own rate; a sound that is longer than the clip is cut."""
-    options: dict[str, Any] = FILES[name]
+    options = FILES[name]
     rate, num_channels = options.get("rate", RATE), 1 if options.get("layout") == "mono" else 2
     data = with_sound(tone(num_channels, rate, 1.0), **options)
     (tmp_path / "clip").write_bytes(data)
@@ -199,8 +199,8 @@ def test_what_is_before_the_first_frame_takes_no_memory() -> None:
     shown_s = 120.0
     sound_CT = np.zeros((1, round((shown_s + 1) * RATE)), np.float32)
     sound_CT[:, round(shown_s * RATE) :] = tone(1, RATE, 1.0)
-    files: dict[str, Any] = {"container": "matroska", "codecs": ("libx264", "flac"), "layout": "mono", "shown_s": shown_s}
-    data = with_sound(sound_CT, **files)
+    codecs = ("libx264", "flac")
+    data = with_sound(sound_CT, container="matroska", codecs=codecs, layout="mono", shown_s=shown_s)
     tracemalloc.start()
     try:
         own = samples_of(sound_of(data, max_frames=3, is_cut=True))
@@ -209,6 +209,23 @@ def test_what_is_before_the_first_frame_takes_no_memory() -> None:
         tracemalloc.stop()
     assert np.abs(own - tone(1, RATE, 3 / FPS)).max() < 1e-3
     assert peak_bytes < sound_CT.nbytes / 4
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
+def test_samples_that_are_no_sound_are_refused(value: float) -> None:
+    sound_CT = tone(1, RATE, 1.0)
+    sound_CT[0, 100] = value
+    error = refusal(float_sound(sound_CT), sound_rate=RATE)
+    assert (error.code, "samples that are no numbers" in error.message) == ("bad_video", True), error
+
+
+def test_a_sound_louder_than_full_scale_is_kept() -> None:
+    loud_CT = 3 * tone(1, RATE, DURATION_S)
+    assert np.array_equal(samples_of(sound_of(float_sound(loud_CT))), loud_CT)
+
+
+def float_sound(sound_CT: NDArray[np.float32]) -> bytes:
+    return with_sound(sound_CT, container="matroska", codecs=("libx264", "pcm_f32le"), layout="mono")
 
 
 def long_block() -> bytes:
