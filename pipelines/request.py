@@ -377,7 +377,7 @@ class InputSound:
     rate: int
     """Samples a second: the model's, or ``COPIED_RATE``."""
     data: bytes
-    """32-bit float samples in [-1, 1], one channel after another."""
+    """Finite 32-bit float samples, one channel after another; full scale is 1, which loud sounds may exceed."""
 
     @property
     def num_samples(self) -> int:

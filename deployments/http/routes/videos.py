@@ -201,7 +201,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
 
 def with_video(body: VideoBody) -> VideoBody:
     """Return ``body``. RequestError if no clip came along."""
-    if body.video is None:
+    if not body.video:
         raise RequestError("video is required: the clip to change", "video", code="missing_field")
     return body
 

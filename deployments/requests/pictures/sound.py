@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +26,10 @@ DECODERS = (*COMPRESSED, *PLAIN)
 OPTIONS = {"codec_whitelist": ",".join(DECODERS), "protocol_whitelist": "none"}
 MIN_RATE, MAX_RATE = 8_000, 192_000
 MAX_CHANNELS = 8
+MAX_BLOCK_SAMPLES = 1 << 20
+"""Most samples a channel of one decoded frame. Encoders write some thousands."""
+MAX_SAMPLE = 8.0
+"""Decoders of loud lossy sounds exceed 1 a little; samples written as floats may be anything."""
 LAYOUTS = {1: "mono", 2: "stereo"}
 
 
@@ -62,54 +67,83 @@ def read_sound(data: bytes, container: str, param: str, limits: PictureLimits, f
     if not samples_CT.shape[1]:
         return None
     samples_CT = np.ascontiguousarray(samples_CT, dtype=np.float32)
+    if not np.abs(samples_CT).max() <= MAX_SAMPLE:  # NaN is not either
+        raise _refusal(f"has samples that are no numbers, or beyond {MAX_SAMPLE:g}; export it anew", param)
     return InputSound(num_channels=len(samples_CT), rate=form.rate, data=samples_CT.tobytes())
 
 
 def _check(context: Any, param: str) -> None:
-    fault = ""
     if context.name not in DECODERS:
         fault = f"is in the format {context.name}, which is not read here; send it in AAC, MP3, Opus or FLAC"
-    elif not MIN_RATE <= context.sample_rate <= MAX_RATE:
-        fault = f"has {context.sample_rate} samples a second; it must have from {MIN_RATE} to {MAX_RATE}"
-    elif not 1 <= context.layout.nb_channels <= MAX_CHANNELS:
-        fault = f"has {context.layout.nb_channels} channels; it must have from 1 to {MAX_CHANNELS}"
-    if fault:
-        raise RequestError(f"the sound of {param} {fault}, or leave keep_audio out", param, code="bad_video")
+        raise _refusal(fault, param)
+    _check_form(context, param)
+
+
+def _check_form(one: Any, param: str) -> None:
+    """Raise RequestError for a rate or channels of a stream, or of one of its frames, that are not allowed."""
+    if not MIN_RATE <= one.sample_rate <= MAX_RATE:
+        raise _refusal(f"has {one.sample_rate} samples a second; it must have from {MIN_RATE} to {MAX_RATE}", param)
+    if not 1 <= one.layout.nb_channels <= MAX_CHANNELS:
+        raise _refusal(f"has {one.layout.nb_channels} channels; it must have from 1 to {MAX_CHANNELS}", param)
+
+
+def _refusal(fault: str, param: str) -> RequestError:
+    return RequestError(f"the sound of {param} {fault}, or leave keep_audio out", param, code="bad_video")
 
 
 def _pieces(
     opened: Any, stream: Any, param: str, limits: PictureLimits, form: SoundForm, num_samples: int
 ) -> Iterator[NDArray[np.float32]]:
     """Yield samples, (channels, samples) each, from ``start_s`` on, until there are at least ``num_samples``."""
-    import av
-
-    layout = LAYOUTS[min(2, stream.codec_context.layout.nb_channels)]
-    resampler = av.AudioResampler(format="fltp", layout=layout, rate=form.rate)
-    num_left, num_before = num_samples, None
-    for frame in _frames(opened, stream, param, limits):
-        if num_before is None and frame is None:
-            return
-        if num_before is None:  # samples before the first frame of the clip; negative: it begins later
-            num_before = round((form.start_s - _start_s(frame)) * form.rate)
-            if num_before < 0:
-                yield np.zeros((1 if layout == "mono" else 2, min(-num_before, num_left)), np.float32)
-                num_left += num_before
-        for resampled in resampler.resample(frame):
-            samples_CT = _samples(resampled)
+    frames = _frames(opened, stream, param, limits)
+    first = next(frames)
+    if first is None:
+        return
+    num_channels = min(2, max(stream.codec_context.layout.nb_channels, first.layout.nb_channels))
+    resampler = _Resampler(LAYOUTS[num_channels], form.rate)
+    num_left = num_samples
+    num_before = round((form.start_s - _start_s(first)) * form.rate)  # negative: the sound begins after the clip
+    if num_before < 0:
+        yield np.zeros((num_channels, min(-num_before, num_left)), np.float32)
+        num_left += num_before
+    for frame in chain([first], frames):
+        for samples_CT in resampler.resample(frame):
             skipped = min(max(0, num_before), samples_CT.shape[1])
             num_before -= skipped
             num_left -= samples_CT.shape[1] - skipped
-            yield samples_CT[:, skipped:]
+            if skipped < samples_CT.shape[1]:  # an empty view would hold the memory of all samples
+                yield samples_CT[:, skipped:]
         if num_left <= 0:
             return
 
 
-def _samples(frame: av.AudioFrame) -> NDArray[np.float32]:
-    return frame.to_ndarray().astype(np.float32, copy=False)
+class _Resampler:
+    """Resamples frames to one layout and rate. Their own may change: MP3 and AAC may say another one in each frame."""
+
+    def __init__(self, layout: str, rate: int) -> None:
+        self._layout, self._rate = layout, rate
+        self._form: tuple[str, str, int] | None = None
+        self._resampler: av.AudioResampler | None = None
+
+    def resample(self, frame: av.AudioFrame | None) -> Iterator[NDArray[np.float32]]:
+        """Yield samples, (channels, samples) each; those that are left at the end, which is None."""
+        import av
+
+        form = None if frame is None else (frame.format.name, frame.layout.name, frame.sample_rate)
+        if form != self._form:
+            yield from self._resampled(None)
+            self._resampler = av.AudioResampler(format="fltp", layout=self._layout, rate=self._rate)
+            self._form = form
+        if frame is not None:
+            yield from self._resampled(frame)
+
+    def _resampled(self, frame: av.AudioFrame | None) -> Iterator[NDArray[np.float32]]:
+        for one in () if self._form is None or self._resampler is None else self._resampler.resample(frame):
+            yield one.to_ndarray().astype(np.float32, copy=False)
 
 
-def _start_s(frame: av.AudioFrame | None) -> float:
-    return 0.0 if frame is None or frame.pts is None or frame.time_base is None else float(frame.pts * frame.time_base)
+def _start_s(frame: av.AudioFrame) -> float:
+    return 0.0 if frame.pts is None or frame.time_base is None else float(frame.pts * frame.time_base)
 
 
 def _frames(opened: Any, stream: Any, param: str, limits: PictureLimits) -> Iterator[av.AudioFrame | None]:
@@ -125,5 +159,15 @@ def _frames(opened: Any, stream: Any, param: str, limits: PictureLimits) -> Iter
         if packet.is_corrupt:
             raise RequestError(f"the sound of {param} is broken; send a file that is whole", param, code="bad_video")
         with suppress(av.EOFError):
-            yield from stream.codec_context.decode(packet)
+            for frame in stream.codec_context.decode(packet):
+                _check_frame(frame, param)
+                yield frame
     yield None
+
+
+def _check_frame(frame: av.AudioFrame, param: str) -> None:
+    """Raise RequestError for a frame whose resampled samples would take much more memory than the file."""
+    _check_form(frame, param)
+    if frame.samples > MAX_BLOCK_SAMPLES:
+        fault = f"has a block of {frame.samples} samples; it may have {MAX_BLOCK_SAMPLES}: export it anew"
+        raise _refusal(fault, param)

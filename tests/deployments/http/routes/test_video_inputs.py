@@ -229,8 +229,10 @@ async def test_an_edit_brings_its_file(client: httpx.AsyncClient, studio: FakeSt
     answer = await client.post(f"{VIDEOS}/edits", data={"prompt": "b"}, files={"video": ("a.mp4", FILE)})
     assert (await made(client, answer))["remixed_from_video_id"] is None
     assert levels(studio) == pytest.approx(LEVELS[:9], abs=TOLERANCE)
-    error = error_of(await client.post(f"{VIDEOS}/edits", json={"prompt": "b"}), 400)
-    assert (error["param"], error["code"]) == ("video", "missing_field")
+    bodies: list[dict[str, Any]] = [{"prompt": "b"}, {"prompt": "b", "video": []}]
+    for body in bodies:
+        error = error_of(await client.post(f"{VIDEOS}/edits", json=body), 400)
+        assert (error["param"], error["code"]) == ("video", "missing_field")
 
 
 async def test_clips_and_files_of_other_keys_are_not_there(locked: httpx.AsyncClient) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import tracemalloc
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3AudioReference
 from numpy.typing import NDArray
 
 from deployments.requests.pictures.limits import PictureLimits
+from deployments.requests.pictures.sound import MAX_BLOCK_SAMPLES
 from pipelines.request import InputSound
 from tests.deployments.requests.pictures.test_video import FPS, GREYS, MP4, NUM_FRAMES, form, read, refusal
 
@@ -37,8 +39,9 @@ def with_sound(
     rate: int = RATE,
     layout: str = "stereo",
     first_s: float = 0.0,
+    shown_s: float = 0.0,
 ) -> bytes:
-    """Return a clip of greys with ``sound_CT``, which begins at ``first_s``."""
+    """Return a clip of greys, shown from ``shown_s`` on, with ``sound_CT``, which begins at ``first_s``."""
     file = io.BytesIO()
     with av.open(file, "w", format=container) as output:
         stream: Any = output.add_stream(codecs[0], rate=FPS)
@@ -46,7 +49,7 @@ def with_sound(
         track: Any = output.add_stream(codecs[1], rate=rate, layout=layout)
         for number, frame_HWC in enumerate(GREYS):
             frame = av.VideoFrame.from_ndarray(frame_HWC, format="rgba").reformat(format="yuv420p")
-            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            frame.pts, frame.time_base = number + round(shown_s * FPS), Fraction(1, FPS)
             output.mux(stream.encode(frame))
         planar = track.format.name
         samples = av.AudioFrame.from_ndarray(np.ascontiguousarray(sound_CT), format="fltp", layout=layout)
@@ -126,6 +129,62 @@ def test_more_channels_are_mixed_into_two() -> None:
         assert np.corrcoef(channel, hers)[0, 1] > 0.99
 
 
+FRAME_SAMPLES = 576
+"""Samples of an MP3 frame up to 24 kHz (ISO/IEC 13818-3)."""
+
+
+def packets(sound_CT: NDArray[np.float32], rate: int, layout: str) -> list[Any]:
+    """Return MP3 packets of an encoder of their own."""
+    context: Any = av.CodecContext.create("libmp3lame", "w")
+    context.sample_rate, context.layout, context.format, context.time_base = rate, layout, "fltp", Fraction(1, rate)
+    context.open()
+    resampler = av.AudioResampler(format="fltp", layout=layout, rate=rate, frame_size=context.frame_size)
+    samples = av.AudioFrame.from_ndarray(sound_CT, format="fltp", layout=layout)
+    samples.sample_rate, samples.time_base, samples.pts = rate, Fraction(1, rate), 0
+    frames = [*resampler.resample(samples), *resampler.resample(None)]
+    return [one for frame in (*frames, None) for one in context.encode(frame)]
+
+
+def spliced(*parts: tuple[int, str]) -> bytes:
+    """Return a clip of greys whose MP3 has 0.35 s of each rate and layout."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        stream: Any = output.add_stream("libx264", rate=FPS)
+        stream.height, stream.width, stream.pix_fmt = *GREYS[0].shape[:2], "yuv420p"
+        track: Any = output.add_stream("libmp3lame", rate=parts[0][0], layout=parts[0][1])
+        track.codec_context.format = "fltp"
+        for number, frame_HWC in enumerate(GREYS):
+            frame = av.VideoFrame.from_ndarray(frame_HWC, format="rgba").reformat(format="yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            output.mux(stream.encode(frame))
+        output.mux(stream.encode(None))
+        output.start_encoding()
+        at_s = 0.0
+        for rate, layout in parts:
+            for packet in packets(tone(1 + (layout == "stereo"), rate, 0.35), rate, layout):
+                packet.stream, packet.time_base = track, Fraction(1, rate)
+                packet.pts = packet.dts = round(at_s * rate)
+                at_s += FRAME_SAMPLES / rate
+                output.mux(packet)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("second", [(RATE, "mono"), (24_000, "stereo"), (24_000, "mono")])
+def test_a_sound_that_changes_its_form_keeps_its_two_channels_and_speed(second: tuple[int, str]) -> None:
+    own = samples_of(sound_of(spliced((RATE, "stereo"), second)))
+    assert own.shape == (2, round(DURATION_S * RATE))
+    assert main_hz(own[0, : RATE // 5]) == pytest.approx(HZ[0], abs=10)
+    assert main_hz(own[1, : RATE // 5]) == pytest.approx(HZ[1], abs=10)
+    after = own[:, -RATE // 5 :]
+    assert main_hz(after[0]) == pytest.approx(HZ[0], abs=10)
+    assert main_hz(after[1]) == pytest.approx(HZ[second[1] == "stereo"], abs=10)
+
+
+def main_hz(samples: NDArray[np.float32]) -> float:
+    """Return the loudest frequency."""
+    return float(np.abs(np.fft.rfft(samples)).argmax() * RATE / len(samples))
+
+
 def test_a_clip_without_a_sound_has_none_and_one_that_is_dropped_is_not_read() -> None:
     assert sound_of(MP4) is None
     assert sound_of(with_sound(tone(2, RATE, 1.0)), sound_rate=0) is None
@@ -134,6 +193,61 @@ def test_a_clip_without_a_sound_has_none_and_one_that_is_dropped_is_not_read() -
 def test_only_the_frames_that_are_kept_are_heard() -> None:
     data = with_sound(tone(2, RATE, 1.0))
     assert samples_of(sound_of(data, max_frames=3, is_cut=True)).shape == (2, round(3 / FPS * RATE))
+
+
+def test_what_is_before_the_first_frame_takes_no_memory() -> None:
+    shown_s = 120.0
+    sound_CT = np.zeros((1, round((shown_s + 1) * RATE)), np.float32)
+    sound_CT[:, round(shown_s * RATE) :] = tone(1, RATE, 1.0)
+    codecs = ("libx264", "flac")
+    data = with_sound(sound_CT, container="matroska", codecs=codecs, layout="mono", shown_s=shown_s)
+    tracemalloc.start()
+    try:
+        own = samples_of(sound_of(data, max_frames=3, is_cut=True))
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert np.abs(own - tone(1, RATE, 3 / FPS)).max() < 1e-3
+    assert peak_bytes < sound_CT.nbytes / 4
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e30])
+def test_samples_that_are_no_sound_are_refused(value: float) -> None:
+    sound_CT = tone(1, RATE, 1.0)
+    sound_CT[0, 100] = value
+    error = refusal(float_sound(sound_CT), sound_rate=RATE)
+    assert (error.code, "samples that are no numbers" in error.message) == ("bad_video", True), error
+
+
+def test_a_sound_louder_than_full_scale_is_kept() -> None:
+    loud_CT = 3 * tone(1, RATE, DURATION_S)
+    assert np.array_equal(samples_of(sound_of(float_sound(loud_CT))), loud_CT)
+
+
+def float_sound(sound_CT: NDArray[np.float32]) -> bytes:
+    return with_sound(sound_CT, container="matroska", codecs=("libx264", "pcm_f32le"), layout="mono")
+
+
+def long_block() -> bytes:
+    """All samples lie in one block of Matroska, and become six times as many."""
+    file, num_samples = io.BytesIO(), MAX_BLOCK_SAMPLES + 1
+    with av.open(file, "w", format="matroska") as output:
+        stream: Any = output.add_stream("libx264", rate=FPS)
+        stream.height, stream.width, stream.pix_fmt = *GREYS[0].shape[:2], "yuv420p"
+        track: Any = output.add_stream("pcm_u8", rate=8_000, layout="mono")
+        for number, frame_HWC in enumerate(GREYS):
+            frame = av.VideoFrame.from_ndarray(frame_HWC, format="rgba").reformat(format="yuv420p")
+            frame.pts, frame.time_base = number, Fraction(1, FPS)
+            output.mux(stream.encode(frame))
+        samples = av.AudioFrame.from_ndarray(np.full((1, num_samples), 128, np.uint8), format="u8", layout="mono")
+        samples.sample_rate, samples.time_base, samples.pts = 8_000, Fraction(1, 8_000), 0
+        output.mux([*track.encode(samples), *track.encode(None), *stream.encode(None)])
+    return file.getvalue()
+
+
+def test_a_block_of_far_more_samples_than_the_clip_is_refused() -> None:
+    error = refusal(long_block(), sound_rate=48_000, max_frames=3, is_cut=True)
+    assert (error.code, f"{MAX_BLOCK_SAMPLES + 1} samples" in error.message) == ("bad_video", True), error
 
 
 def damaged() -> bytes:
