@@ -37,7 +37,8 @@ from deployments.config import ServeConfig
 from engines.gang.policies.policy import POLICIES
 
 KEYS = ("ann", "bob", "cid")
-
+HANG_S = 300.0
+"""A request that takes longer hangs."""
 KILLED = tuple(kind for kind in KINDS if kind != "haproxy")
 
 
@@ -75,7 +76,7 @@ async def soak(
     )
     no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=no_limit, trust_env=uses_proxies(url)) as http:
-        clients = Clients(http=http, keys=keys, hang_s=arguments.hang_s)
+        clients = Clients(http=http, keys=keys, hang_s=HANG_S)
         await draw_references(clients)
         before, over = num_processes(server), threading.Event()
         killing = threading.Thread(target=killer.go_on, args=(over,))
@@ -111,7 +112,6 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--kinds", default=",".join(KILLED), help=f"processes that are killed; by default {','.join(KILLED)}"
     )
-    parser.add_argument("--hang-s", type=float, default=300.0, help="a request that takes longer hangs")
     parser.add_argument("--api-replicas", type=int, default=1)
     parser.add_argument("--seed", type=int, default=1, help="of requests, and of what is killed when")
     parser.add_argument("--config", default="laptop", help="a config file, or the name of a shipped one")

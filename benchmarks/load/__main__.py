@@ -33,7 +33,7 @@ import httpx
 
 from benchmarks.load import alone as lone
 from benchmarks.load.alone import LoneTimes
-from benchmarks.load.client import Outcome, send_all
+from benchmarks.load.client import send_all
 from benchmarks.load.mix import (
     Arrival,
     Mix,
@@ -162,8 +162,6 @@ def send(
     print_classes(row)
     if arguments.plot:
         plot(outcomes, lone_s, arguments.scale, arguments.plot)
-    if arguments.outcomes:
-        write(outcomes, arguments.outcomes)
     return row | {"load_at_end": round(os.getloadavg()[0], 1)}
 
 
@@ -176,12 +174,6 @@ def text_of(metrics: str) -> str:
     if not metrics:
         return ""
     return httpx.get(metrics, timeout=30, trust_env=uses_proxies(metrics)).raise_for_status().text
-
-
-def write(outcomes: list[Outcome], path: Path) -> None:
-    fields = ("name", "owner", "at_s", "late_s", "latency_s", "status", "stages_ms", "eta_s", "gpu_s")
-    lines = [json.dumps({field: getattr(one, field) for field in fields}) for one in outcomes]
-    path.write_text("\n".join(lines) + "\n")
 
 
 def known_policies(names_with_commas: str) -> list[str]:
@@ -215,14 +207,13 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--metrics", default="", help="the URL of its metrics")
     parser.add_argument("--gpus", type=int, default=1, help="its number of GPUs")
     parser.add_argument("--plot", type=Path, help="file for a plot of latencies")
-    parser.add_argument("--outcomes", type=Path, help="file for every request, as lines of JSON")
     parser.add_argument("--out", type=Path, help="file for the document, also of an unfinished run")
     arguments = parser.parse_args(words)
     arguments.is_single = len(arguments.policies) == 1 and len(arguments.load) <= 1
     if arguments.url and (arguments.owners.owners or arguments.policies != [OWN_POLICY]):
         parser.error("--owners and --policies need a server that is started here: --url has its own")
-    if (arguments.plot or arguments.outcomes) and not arguments.is_single:
-        parser.error("--plot and --outcomes are for one policy and one load")
+    if arguments.plot and not arguments.is_single:
+        parser.error("--plot is for one policy and one load")
     return arguments
 
 

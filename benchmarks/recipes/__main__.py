@@ -48,7 +48,7 @@ def measured(arguments: argparse.Namespace) -> Generator[dict[str, Any]]:
         config = config_with_recipes(arguments, arguments.adapters or Path(name))
         yield {"part": "written", "took_s": round(time.perf_counter() - began_s, 1)}
         with serving(config) as application, Client(application.url) as client:
-            client.timeout = arguments.timeout_s
+            client.timeout = TIMEOUT_S
             served = Served(
                 application=application,
                 client=client,
@@ -92,7 +92,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=[], help="only these of the published ones")
     parser.add_argument("--adapters", type=Path, help="folder where the adapters lie or are written")
     parser.add_argument("--repeats", type=int, default=3, help="of each request after its first")
-    parser.add_argument("--timeout-s", type=float, default=TIMEOUT_S, help="of one request")
     add_part_options(parser, PARTS, USUAL)
     return parser.parse_args(words)
 
