@@ -69,7 +69,7 @@ FAMILIES = {
     "wan_animate2": "Wan Animate 2",
     "wan_vace": "Wan VACE",
 }
-"""Titles of families. A key is a folder of `pipelines/models/`."""
+"""Titles of families. A key is a `ModelSpec.family`."""
 OTHERS = {"StableDiffusionXL": "Stable Diffusion XL", "Anima": "Anima"}
 """Titles of pipelines without a family. A key is the beginning of their names."""
 NOT_TRIED = "not tried: no model of it is here"

@@ -111,8 +111,7 @@ def shared_config(arguments: argparse.Namespace) -> ServeConfig:
     args = document["applications"][0]["args"]
     for model in args["models"]:
         model["share"] = "bench"
-    limits = {"memory_gib": arguments.memory_gib, "host_memory_gib": arguments.pinned_gib}
-    args["shares"] = {"bench": {name: value for name, value in limits.items() if value is not None}}
+    args["shares"] = {"bench": {} if arguments.memory_gib is None else {"memory_gib": arguments.memory_gib}}
     return parse_config(document)
 
 
@@ -274,7 +273,6 @@ def parse(words: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("part", choices=["application"])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--pinned-gib", type=float, help="host memory that may be pinned; all by default")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--config", default="laptop")
     parser.add_argument("--ranks", type=int, default=1, help="of published models")

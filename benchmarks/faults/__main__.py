@@ -37,7 +37,8 @@ from deployments.config import ServeConfig
 from engines.gang.policies.policy import POLICIES
 
 KEYS = ("ann", "bob", "cid")
-
+HANG_S = 300.0
+"""A request that takes longer hangs."""
 KILLED = tuple(kind for kind in KINDS if kind != "haproxy")
 HANG_S = 300.0
 """A request that takes longer hangs."""

@@ -1,7 +1,8 @@
 """HAProxy's configuration (its Configuration Manual, version 2.8) and binary, with a queue for pictures.
 
-Each request, refused or not, costs Ray's proxy and the ingress some 20 ms of CPU time: the last of hundreds would wait
-ten seconds for its refusal. The queue admits as many as the application has places for, and ``SPARE``.
+Each request, refused or not, costs Ray's proxy and the ingress CPU time, for which all other requests wait: in bursts
+of 500 the longest took 0.5 to 0.7 s with the queue, and 1.7 to 3.6 s without (burst_2cpu_2026-11-29.md). With 8
+requests under way it gains nothing. It admits as many as the application has places for, and ``SPARE``.
 A refusal because all places are taken has ``FULL_HEADER``. HAProxy then refuses queued and new requests until a place
 is free or a second has passed; the application decides about the next request again.
 
