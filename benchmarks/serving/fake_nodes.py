@@ -96,7 +96,7 @@ class FakeCluster:
 
     def replicas(self, deployment: str) -> list[dict[str, Any]]:
         """Return what Serve reports of the replicas of a deployment, those that start and end included."""
-        answer = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=TIMEOUT_S).json()
+        answer = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=TIMEOUT_S, trust_env=False).json()
         found = answer["applications"]["troupe"]["deployments"].get(deployment, {"replicas": []})
         replicas: list[dict[str, Any]] = found["replicas"]
         return replicas

@@ -161,7 +161,7 @@ def running_cluster() -> Iterator[tuple[FakeCluster, str]]:
 
 def _is_healthy(url: str) -> bool:
     with suppress(httpx.TransportError):
-        return httpx.get(f"{url}/health").status_code == httpx.codes.OK
+        return httpx.get(f"{url}/health", trust_env=False).status_code == httpx.codes.OK
     return False
 
 

@@ -174,8 +174,9 @@ async def test_old_pictures_go_and_the_oldest_make_room(storage: str, monkeypatc
 
 async def test_inputs_outlive_the_application_and_end_with_the_clip(storage: str, tmp_path: Path) -> None:
     takes_all = replace(CLIPS, max_pictures=2, takes_mask=True, masks_video=True, takes_both=True, max_video_frames=17)
-    served = {REQUEST.model: takes_all}
+    served = {REQUEST.model: replace(takes_all, max_videos=3, video_sound_rate=8000)}
     asked = replace(REQUEST, num_pictures=2, has_mask=True, num_video_frames=5)
+    asked = replace(asked, further_video_frames=(3, 5), sound_samples=(6, 0, 4))
     studio = FakeStudio(step_s=1000, defaults=served)
     async with running(studio, tmp_path, storage=storage) as clips:
         record = await clips.submit(asked, "1", pictures=INPUTS)
