@@ -98,6 +98,10 @@ class GangReport:
     """Number of the node that Ray Serve counts it to: metrics are numbers."""
 
 
+UNHEARD = GangReport(num_jobs=1)
+"""Stands for the report of a gang that has none, or an old one: it counts as busy, and its sums are not known."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
     """State of a model's gangs."""
@@ -132,13 +136,17 @@ class ArrivalHistory:
     """Arrivals at all gangs together, as cumulative sums over time.
 
     Requests that came while the first gang started are reported all at once. They count as spread over the time since
-    the last observation without a gang, not as a sudden rise.
+    the last observation without a gang, not as a sudden rise. What came before the first observation does not count:
+    Ray Serve's controller may have restarted beside running gangs, whose sums are old.
     """
 
     def __init__(self) -> None:
         self._times_s: list[float] = []
         self._sums: list[tuple[float, float, float]] = []
-        self._last: dict[str, GangReport] = {}
+        self._last: dict[str, GangReport | None] = {}
+        """Newest report of each gang; None of one that is older than the first observation and was not heard yet."""
+        self._gangs_are_old = True
+        """Whether all gangs so far may be older than the first observation."""
         self._empty_s: float | None = None
         """Time of that observation, until the first gang after it reports arrivals."""
 
@@ -146,8 +154,12 @@ class ArrivalHistory:
         """Add what has arrived since the last observation. Return whether anything has."""
         is_first = not self._times_s
         sums = (0.0, 0.0, 0.0) if is_first else self._sums[-1]
+        last = {name: self._last.get(name, None if self._gangs_are_old else GangReport()) for name in seen.gangs}
+        self._gangs_are_old &= seen.target > 0 and not seen.gangs
         for name, report in seen.gangs.items():
-            before = self._last.get(name, report if is_first else GangReport())
+            if report == UNHEARD:  # what it reported before still counts; Serve copies objects of this module
+                continue
+            before, last[name] = last[name] or report, report
             if report.num_arrived < before.num_arrived:  # the gang was rebuilt under the same name
                 before = GangReport()
             # The difference first: no rounding may make a sum fall.
@@ -156,7 +168,7 @@ class ArrivalHistory:
                 sums[1] + max(0.0, report.arrived_s - before.arrived_s),
                 sums[2] + max(0.0, report.arrived_s2 - before.arrived_s2),
             )
-        self._last = dict(seen.gangs)
+        self._last = last
         grew = not is_first and sums[0] > self._sums[-1][0]
         if not seen.gangs and not seen.target:
             self._empty_s = seen.now_s

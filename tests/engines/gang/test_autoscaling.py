@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engines.gang.autoscaling import (
     ALERT_SHARE,
     LATE_SHARE,
+    UNHEARD,
     ArrivalHistory,
     GangReport,
     GangScaler,
@@ -281,6 +282,22 @@ def test_few_requests_after_a_start_from_zero_bring_no_second_gang() -> None:
         num, work_s = arrived.get(now_s, (num, work_s))
         gangs = first_gang(num, work_s, num_jobs=int(now_s in arrived))
         assert scaler.decide(Observation(now_s=now_s, target=1, gangs=gangs)) == 1, now_s
+
+
+HEARD = {"a": GangReport(num_arrived=1000, arrived_s=5000.0)}
+
+
+@pytest.mark.parametrize("unheard", [[{}, {"a": UNHEARD}], [{"a": UNHEARD}], [HEARD, {"a": UNHEARD}]])
+def test_jobs_of_the_past_do_not_arrive_again(unheard: list[dict[str, GangReport]]) -> None:
+    """A restarted controller has no reports at first, and a gang may miss some: its sums count from its start."""
+    scaler, history = GangScaler(replace(RULES, max_gangs=50)), ArrivalHistory()
+    for now_s, gangs in enumerate([*unheard, HEARD]):
+        seen = Observation(now_s=now_s, target=1, gangs=gangs)
+        assert (scaler.decide(seen), history.hear(seen)) == (1, False)
+    later = GangReport(num_arrived=1003, arrived_s=5015.0)
+    assert history.hear(Observation(now_s=9.0, target=1, gangs={"a": later, "b": UNHEARD}))
+    history.hear(Observation(now_s=10.0, target=2, gangs={"a": later, "b": GangReport(num_arrived=2, arrived_s=10.0)}))
+    assert history.between(0.0, 10.0)[:2] == (5.0, 25.0), "all of a gang that is new"
 
 
 def test_a_restarted_controller_ends_no_gang_at_once() -> None:
