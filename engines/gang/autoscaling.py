@@ -302,11 +302,11 @@ class GangScaler:
         self._starts.hear(seen)
         starts_s = [report.start_s for report in seen.gangs.values() if report.start_s is not None]
         self._reported_start_s = max(starts_s, default=self._reported_start_s)
-        if self._arrivals.hear(seen) or seen.has_work:
+        if self._arrivals.hear(seen) or seen.has_work or (self._is_new and seen.target):
             self._busy_s = seen.now_s
         is_warm = self._busy_s is not None and seen.now_s - self._busy_s < self._rules.idle_s
         least, enough = map(self._within_limits, self._need(seen) if is_warm or seen.has_work else (0, 0))
-        if self._is_new:  # nothing is known of the past: no gang goes before ``hold_s``
+        if self._is_new:  # nothing is known of the past: no gang goes before ``hold_s``, nor the last before ``idle_s``
             self._is_new = False
             self._enough.push(seen.now_s, self._within_limits(seen.target), self.hold_s)
         held = self._enough.push(seen.now_s, enough, self.hold_s)

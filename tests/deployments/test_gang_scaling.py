@@ -32,6 +32,7 @@ from tests.deployments.support.fake_studio import PICTURES
 
 DEPLOYMENT = DeploymentID("Denoiser-m", "troupe")
 A, B = (ReplicaID(name, DEPLOYMENT) for name in "ab")
+OLD = GangReport(num_arrived=1000, arrived_s=5000.0, arrived_s2=25_000.0, start_s=5.0)
 RULES: dict[str, Any] = {"target_wait_s": 10.0, "min_gangs": 0, "max_gangs": 4, "idle_s": 60.0}
 
 
@@ -113,6 +114,18 @@ def test_a_gang_that_does_not_report_is_taken_for_busy() -> None:
         policy = ScaleByWork(**{**RULES, "idle_s": 0.0})
         for now_s in range(0, 200, 10):
             assert policy(context(now_s, reports, target=1, age_s=age_s))[0] == 1
+
+
+Reports = Mapping[ReplicaID, GangReport | None]
+
+
+@pytest.mark.parametrize("missed", [[{}, {A: None}], [{A: None}], [{A: OLD}, {A: None}], []])
+def test_a_gang_of_many_jobs_that_is_heard_again_brings_no_gangs_and_stays(missed: list[Reports]) -> None:
+    """The controller restarts, or the gang's replica hangs for a while: no job has arrived."""
+    policy, later = ScaleByWork(**RULES), [{A: OLD}, {A: OLD}]
+    seen: list[Reports] = [*missed, *later]
+    for now_s, reports in enumerate(seen):
+        assert policy(context(now_s, reports, target=1))[0] == 1
 
 
 def test_decisions_are_a_second_apart_however_often_serve_asks() -> None:
