@@ -94,8 +94,10 @@ class GangReport:
     """Least time that a recent job could wait and meet its deadline; infinity without deadlines."""
     start_s: float | None = None
     """Time its own start took, without its node's."""
-    node: float = 0.0
-    """Number of the node that Ray Serve counts it to: metrics are numbers."""
+    node: float | None = None
+    """Number of the node that Ray Serve counts it to: metrics are numbers. None if unknown."""
+    on_head: float = 0.0
+    """1 on the head of a Ray cluster."""
 
 
 UNHEARD = GangReport(num_jobs=1)
@@ -119,12 +121,16 @@ class Observation:
     def num_idle(self) -> int:
         """Number of gangs in a row without jobs, in the order in which Ray Serve 2.60 ends them.
 
-        Those on the nodes with the fewest end first, of equal nodes those on the oldest, and on a node the newest.
+        Those on the head end last. Of other nodes, those with the fewest end first, of equal nodes those on the oldest,
+        and on a node the newest. It is 0 while the nodes of some are unknown.
         """
-        nodes: dict[float, list[GangReport]] = {}
+        nodes: dict[float | None, list[GangReport]] = {}
         for report in self.gangs.values():
             nodes.setdefault(report.node, []).append(report)
-        ordered = [report for gangs in sorted(nodes.values(), key=len) for report in reversed(gangs)]
+        if None in nodes and len(nodes) > 1:
+            return 0
+        by_node = sorted(nodes.values(), key=lambda gangs: (gangs[0].on_head, len(gangs)))
+        ordered = [report for gangs in by_node for report in reversed(gangs)]
         return next((i for i, report in enumerate(ordered) if report.num_jobs), len(ordered))
 
     @property

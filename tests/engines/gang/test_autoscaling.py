@@ -208,6 +208,13 @@ def test_no_gang_with_a_job_is_among_those_that_ray_serve_ends(nodes: str, busy:
     assert Observation(now_s=0.0, target=3, gangs=gangs).num_idle == num_idle
 
 
+def test_no_gang_is_idle_while_the_node_of_another_is_unknown() -> None:
+    """It may be the newest of the same node, which Serve ends first."""
+    gangs = {"a": GangReport(node=1.0), "b": UNHEARD}
+    assert Observation(now_s=0.0, target=2, gangs=gangs).num_idle == 0
+    assert Observation(now_s=0.0, target=2, gangs={"b": UNHEARD, "a": GangReport()}).num_idle == 1, "of no node"
+
+
 def test_deadlines_shorten_the_wait_that_is_aimed_at() -> None:
     patient, pressed = fluid(), fluid()
     for _ in range(600):
