@@ -154,7 +154,9 @@ class ArrivalHistory:
         self._gangs_are_old = True
         """Whether all gangs so far may be older than the first observation."""
         self._empty_s: float | None = None
-        """Time of that observation, until the first gang after it reports arrivals."""
+        """Time of that observation, until the first gang after it reports arrivals, or has none of them to do."""
+        self._begun_s: float | None = None
+        """Time of the first observation with a gang since."""
 
     def hear(self, seen: Observation) -> bool:
         """Add what has arrived since the last observation. Return whether anything has."""
@@ -177,10 +179,14 @@ class ArrivalHistory:
         self._last = last
         grew = not is_first and sums[0] > self._sums[-1][0]
         if not seen.gangs and not seen.target:
-            self._empty_s = seen.now_s
+            self._empty_s, self._begun_s = seen.now_s, None
         elif grew and self._empty_s is not None:
             self._spread(max(self._empty_s, self._times_s[0]), seen.now_s, sums)
             self._empty_s = None
+        elif seen.gangs and self._begun_s is None:
+            self._begun_s = seen.now_s
+        elif self._begun_s is not None and seen.now_s - self._begun_s > MIN_SPAN_S and not seen.has_work:
+            self._empty_s = None  # who waited for the gang has gone away
         self._times_s.append(seen.now_s)
         self._sums.append(sums)
         if seen.now_s - self._times_s[0] > 2 * KEPT_S:

@@ -278,6 +278,17 @@ def test_requests_that_come_while_a_first_gang_starts_are_spread_over_its_start(
     assert history.between(200.0, 202.0)[:2] == (1.0, 2.0), "later ones at their times"
 
 
+def test_requests_that_come_to_an_idle_first_gang_count_when_they_come() -> None:
+    """The one that brought the gang was cancelled."""
+    history = ArrivalHistory()
+    for now_s in range(100):
+        history.hear(Observation(now_s=now_s, target=0))
+    for now_s in range(160, 300):
+        history.hear(Observation(now_s=now_s, target=1, gangs=first_gang(0, 0.0)))
+    history.hear(Observation(now_s=300.0, target=1, gangs=first_gang(100, 200.0)))
+    assert history.between(299.0, 300.0)[:2] == (100.0, 200.0)
+
+
 def test_few_requests_after_a_start_from_zero_bring_no_second_gang() -> None:
     """Five requests in 20 s, two of which waited for the gang, keep a third of it busy."""
     scaler = GangScaler(ScalingRules(target_wait_s=3.0, min_gangs=0, max_gangs=3, idle_s=5.0))
