@@ -122,7 +122,8 @@ class Observation:
         """Number of gangs in a row without jobs, in the order in which Ray Serve 2.60 ends them.
 
         Those on the head end last. Of other nodes, those with the fewest end first, of equal nodes those on the oldest,
-        and on a node the newest. It is 0 while the nodes of some are unknown.
+        and on a node the newest. It is 0 while the nodes of some are unknown. Serve also counts a node's replicas of
+        other deployments, which are not known here: where these differ, one with a job may be among the first.
         """
         nodes: dict[float | None, list[GangReport]] = {}
         for report in self.gangs.values():
