@@ -235,7 +235,10 @@ class StartTimes:
     def hear(self, seen: Observation) -> None:
         """Match gangs that have begun to run with the oldest orders."""
         num_running = len(seen.gangs)
-        self.order(seen.now_s if self._heard_s is None else self._heard_s, seen.target)
+        if self._heard_s is None:  # nobody knows when these were ordered: the controller may have restarted
+            self._target = seen.target
+        else:
+            self.order(self._heard_s, seen.target)
         num_begun = 0 if self._num_running is None else num_running - self._num_running
         for _ in range(num_begun):
             if self._ordered_s:

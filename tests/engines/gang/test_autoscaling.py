@@ -262,6 +262,14 @@ def test_the_start_of_a_first_gang_which_serve_orders_counts_its_node_too() -> N
     assert starts.longest_s(28.0) == 268.0, "nobody ordered the one that took a dead one's place"
 
 
+def test_a_gang_that_a_restarted_controller_finds_has_not_started_in_a_second() -> None:
+    """It hears of replicas one moment after it has asked for a decision."""
+    starts = StartTimes()
+    starts.hear(Observation(now_s=100.0, target=1))
+    starts.hear(Observation(now_s=101.0, target=1, gangs={"a": UNHEARD}))
+    assert starts.lead_s(28.0) == starts.longest_s(28.0) == 28.0
+
+
 def first_gang(num_arrived: float, work_s: float, num_jobs: int = 0) -> dict[str, GangReport]:
     squares_s2 = work_s**2 / num_arrived if num_arrived else 0.0
     return {"a": GangReport(num_jobs=num_jobs, num_arrived=num_arrived, arrived_s=work_s, arrived_s2=squares_s2)}
