@@ -10,7 +10,15 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from engines.gang.autoscaling import GangReport, GangScaler, Observation, RankDemand, ScalingRules, share_ranks
+from engines.gang.autoscaling import (
+    UNHEARD,
+    GangReport,
+    GangScaler,
+    Observation,
+    RankDemand,
+    ScalingRules,
+    share_ranks,
+)
 
 DECIDE_EVERY_S = 1.0
 """Replicas report this often."""
@@ -85,12 +93,11 @@ def observe(ctx: AutoscalingContext) -> Observation:
         for replica, series in metrics.get(name, {}).items():
             if replica in newest and series and now_s - series[-1].timestamp <= REPORT_MAX_AGE_S:
                 newest[replica][name] = series[-1].value
-    busy = GangReport(num_jobs=1)
     return Observation(
         now_s=now_s,
         target=ctx.target_num_replicas,
         gangs={
-            replica.unique_id: GangReport(**values) if values else busy  # type: ignore[arg-type]
+            replica.unique_id: GangReport(**values) if values else UNHEARD  # type: ignore[arg-type]
             for replica, values in newest.items()
         },
         num_unassigned=0.0 if newest else ctx.total_num_requests,

@@ -20,6 +20,7 @@ from ray._private import ray_constants, services, worker
 from ray._private.node import Node
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from ray.serve._private.config import DeploymentConfig
+from ray.serve._private.utils import get_head_node_id
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from ray.serve.schema import ApplicationStatus, ApplicationStatusOverview, DeploymentStatusOverview
@@ -250,6 +251,11 @@ async def object_ref(response: Any) -> Any:
 async def object_ref_generator(response: Any) -> Any:
     """Return the generator of references of a streaming response once a replica has accepted the request."""
     return await response._to_object_ref_gen()
+
+
+def head_id() -> str:
+    """Return the id of the cluster's head, as Serve finds it. Serve ends replicas there last."""
+    return get_head_node_id()
 
 
 def _client() -> Any:

@@ -19,7 +19,7 @@ from ray import serve
 from deployments.forked_workers import python_like_own
 from deployments.model_config import ModelConfig
 from deployments.observability.exposition import ReplicaMetrics, replica_metrics
-from deployments.ray_private import before_end
+from deployments.ray_private import before_end, head_id
 from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.sharing.share_actor import ShareSpec
@@ -106,7 +106,7 @@ class Denoiser:
             **shared,
         )
         start_s, node_id = time.time() - psutil.Process().create_time(), ray.get_runtime_context().get_node_id()
-        self._load = ReplicaLoad(self._gang, start_s, node_id)
+        self._load = ReplicaLoad(self._gang, start_s, node_id, head_id())
         if self._member is not None:
             self._gang.on_open, self._member.on_wake_s = self._member.look, self._gang.expect_wake
             self._uses = await self._gang.memory_uses()

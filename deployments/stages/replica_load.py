@@ -43,12 +43,13 @@ def new_work(request: MediaRequest) -> NewWork:
 class ReplicaLoad:
     """Load of one gang, requests on their way included.
 
-    ``start_s`` is how long its start took, ``node_id`` Ray's name of the replica's node.
+    ``start_s`` is how long its start took, ``node_id`` Ray's name of the replica's node, ``head_id`` that of the
+    cluster's head.
     """
 
-    def __init__(self, gang: Gang, start_s: float, node_id: str) -> None:
+    def __init__(self, gang: Gang, start_s: float, node_id: str, head_id: str) -> None:
         self._gang, self._start_s = gang, start_s
-        self._node = float(int(node_id[-NODE_DIGITS:], 16))
+        self._node, self._on_head = float(int(node_id[-NODE_DIGITS:], 16)), float(node_id == head_id)
         self._coming: dict[str, NewWork] = {}
         self._step_s: dict[str, float] = {}
         self._cold_s: float | None = None
@@ -106,6 +107,7 @@ class ReplicaLoad:
             "spare_s": report.spare_s,
             "start_s": self._start_s,
             "node": self._node,
+            "on_head": self._on_head,
         }
 
     def _open_work(self, new: NewWork) -> OpenWork:

@@ -94,8 +94,14 @@ class GangReport:
     """Least time that a recent job could wait and meet its deadline; infinity without deadlines."""
     start_s: float | None = None
     """Time its own start took, without its node's."""
-    node: float = 0.0
-    """Number of the node that Ray Serve counts it to: metrics are numbers."""
+    node: float | None = None
+    """Number of the node that Ray Serve counts it to: metrics are numbers. None if unknown."""
+    on_head: float = 0.0
+    """1 on the head of a Ray cluster."""
+
+
+UNHEARD = GangReport(num_jobs=1)
+"""Stands for the report of a gang that has none, or an old one: it counts as busy, and its sums are not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,12 +121,17 @@ class Observation:
     def num_idle(self) -> int:
         """Number of gangs in a row without jobs, in the order in which Ray Serve 2.60 ends them.
 
-        Those on the nodes with the fewest end first, of equal nodes those on the oldest, and on a node the newest.
+        Those on the head end last. Of other nodes, those with the fewest end first, of equal nodes those on the oldest,
+        and on a node the newest. It is 0 while the nodes of some are unknown. Serve also counts a node's replicas of
+        other deployments, which are not known here: where these differ, one with a job may be among the first.
         """
-        nodes: dict[float, list[GangReport]] = {}
+        nodes: dict[float | None, list[GangReport]] = {}
         for report in self.gangs.values():
             nodes.setdefault(report.node, []).append(report)
-        ordered = [report for gangs in sorted(nodes.values(), key=len) for report in reversed(gangs)]
+        if None in nodes and len(nodes) > 1:
+            return 0
+        by_node = sorted(nodes.values(), key=lambda gangs: (gangs[0].on_head, len(gangs)))
+        ordered = [report for gangs in by_node for report in reversed(gangs)]
         return next((i for i, report in enumerate(ordered) if report.num_jobs), len(ordered))
 
     @property
@@ -132,22 +143,32 @@ class ArrivalHistory:
     """Arrivals at all gangs together, as cumulative sums over time.
 
     Requests that came while the first gang started are reported all at once. They count as spread over the time since
-    the last observation without a gang, not as a sudden rise.
+    the last observation without a gang, not as a sudden rise. What came before the first observation does not count:
+    Ray Serve's controller may have restarted beside running gangs, whose sums are old.
     """
 
     def __init__(self) -> None:
         self._times_s: list[float] = []
         self._sums: list[tuple[float, float, float]] = []
-        self._last: dict[str, GangReport] = {}
+        self._last: dict[str, GangReport | None] = {}
+        """Newest report of each gang; None of one that is older than the first observation and was not heard yet."""
+        self._gangs_are_old = True
+        """Whether all gangs so far may be older than the first observation."""
         self._empty_s: float | None = None
-        """Time of that observation, until the first gang after it reports arrivals."""
+        """Time of that observation, until the first gang after it reports arrivals, or has none of them to do."""
+        self._begun_s: float | None = None
+        """Time of the first observation with a gang since."""
 
     def hear(self, seen: Observation) -> bool:
         """Add what has arrived since the last observation. Return whether anything has."""
         is_first = not self._times_s
         sums = (0.0, 0.0, 0.0) if is_first else self._sums[-1]
+        last = {name: self._last.get(name, None if self._gangs_are_old else GangReport()) for name in seen.gangs}
+        self._gangs_are_old &= seen.target > 0 and not seen.gangs
         for name, report in seen.gangs.items():
-            before = self._last.get(name, report if is_first else GangReport())
+            if report == UNHEARD:  # what it reported before still counts; Serve copies objects of this module
+                continue
+            before, last[name] = last[name] or report, report
             if report.num_arrived < before.num_arrived:  # the gang was rebuilt under the same name
                 before = GangReport()
             # The difference first: no rounding may make a sum fall.
@@ -156,13 +177,17 @@ class ArrivalHistory:
                 sums[1] + max(0.0, report.arrived_s - before.arrived_s),
                 sums[2] + max(0.0, report.arrived_s2 - before.arrived_s2),
             )
-        self._last = dict(seen.gangs)
+        self._last = last
         grew = not is_first and sums[0] > self._sums[-1][0]
         if not seen.gangs and not seen.target:
-            self._empty_s = seen.now_s
+            self._empty_s, self._begun_s = seen.now_s, None
         elif grew and self._empty_s is not None:
             self._spread(max(self._empty_s, self._times_s[0]), seen.now_s, sums)
             self._empty_s = None
+        elif seen.gangs and self._begun_s is None:
+            self._begun_s = seen.now_s
+        elif self._begun_s is not None and seen.now_s - self._begun_s > MIN_SPAN_S and not seen.has_work:
+            self._empty_s = None  # who waited for the gang has gone away
         self._times_s.append(seen.now_s)
         self._sums.append(sums)
         if seen.now_s - self._times_s[0] > 2 * KEPT_S:
@@ -210,7 +235,10 @@ class StartTimes:
     def hear(self, seen: Observation) -> None:
         """Match gangs that have begun to run with the oldest orders."""
         num_running = len(seen.gangs)
-        self.order(seen.now_s if self._heard_s is None else self._heard_s, seen.target)
+        if self._heard_s is None:  # nobody knows when these were ordered: the controller may have restarted
+            self._target = seen.target
+        else:
+            self.order(self._heard_s, seen.target)
         num_begun = 0 if self._num_running is None else num_running - self._num_running
         for _ in range(num_begun):
             if self._ordered_s:
@@ -290,11 +318,11 @@ class GangScaler:
         self._starts.hear(seen)
         starts_s = [report.start_s for report in seen.gangs.values() if report.start_s is not None]
         self._reported_start_s = max(starts_s, default=self._reported_start_s)
-        if self._arrivals.hear(seen) or seen.has_work:
+        if self._arrivals.hear(seen) or seen.has_work or (self._is_new and seen.target):
             self._busy_s = seen.now_s
         is_warm = self._busy_s is not None and seen.now_s - self._busy_s < self._rules.idle_s
         least, enough = map(self._within_limits, self._need(seen) if is_warm or seen.has_work else (0, 0))
-        if self._is_new:  # nothing is known of the past: no gang goes before ``hold_s``
+        if self._is_new:  # nothing is known of the past: no gang goes before ``hold_s``, nor the last before ``idle_s``
             self._is_new = False
             self._enough.push(seen.now_s, self._within_limits(seen.target), self.hold_s)
         held = self._enough.push(seen.now_s, enough, self.hold_s)

@@ -201,6 +201,8 @@ class LoadBoard:
         for name in [name for name in self._loads if not stats.get(name)]:
             del self._loads[name], self._heard_s[name], self._stats[name]
             self._sent.pop(name, None)
+        for name in [name for name in self._sent if name not in stats]:  # it ended before its first report
+            del self._sent[name]
         for name, newest in stats.items():
             if newest and newest != self._stats.get(name):
                 self._loads[name], self._heard_s[name], self._stats[name] = GangLoad.of_stats(newest), now_s, newest

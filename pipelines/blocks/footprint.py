@@ -33,7 +33,7 @@ WORKSPACE = 1.6
 
 Measured on an H200 (benchmarks/reports/application_h200_2026-11-23.md and application_one_h200_2026-11-24.md), weights
 included: 9.7 GiB for 2048x2048 by FLUX.1's auto-encoder, 9.3 for 832x480x81 by Wan's, 8.9 for 848x480x121 by
-HunyuanVideo's; this gives 9.8, 6.3 and 11.2.
+HunyuanVideo's; this gives 9.8, 12.1 and 11.0.
 """
 COUNTED_FRAMES = 3
 """Latent frames of a chunked clip that are counted; all later ones equal the last."""

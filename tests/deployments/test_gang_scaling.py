@@ -9,8 +9,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.common import TimeStampedValue as Point
+from ray.serve._private.deployment_scheduler import DeploymentScheduler
 from ray.serve.config import AutoscalingConfig as ServeAutoscaling
 from ray.serve.config import AutoscalingContext
 from ray.serve.request_router import PendingRequest
@@ -23,15 +26,17 @@ from deployments.ray_private import leave_replica
 from deployments.request_router import FinishTimeRouter
 from deployments.stages.replica_load import ReplicaLoad, kind_of, new_work
 from deployments.stages.stage_config import DenoiserConfig, GangScalingConfig
-from engines.gang.autoscaling import GangReport
+from engines.gang.autoscaling import GangReport, Observation
 from engines.gang.jobs.job import Job, JobDone
 from engines.gang.load import GangLoad, OpenWork
 from pipelines.request import Lora, MediaRequest, mix_of
 from pipelines.solver import Solver
 from tests.deployments.support.fake_studio import PICTURES
+from tests.support.unhurried import UNHURRIED
 
 DEPLOYMENT = DeploymentID("Denoiser-m", "troupe")
 A, B = (ReplicaID(name, DEPLOYMENT) for name in "ab")
+OLD = GangReport(num_arrived=1000, arrived_s=5000.0, arrived_s2=25_000.0, start_s=5.0)
 RULES: dict[str, Any] = {"target_wait_s": 10.0, "min_gangs": 0, "max_gangs": 4, "idle_s": 60.0}
 
 
@@ -113,6 +118,47 @@ def test_a_gang_that_does_not_report_is_taken_for_busy() -> None:
         policy = ScaleByWork(**{**RULES, "idle_s": 0.0})
         for now_s in range(0, 200, 10):
             assert policy(context(now_s, reports, target=1, age_s=age_s))[0] == 1
+
+
+Reports = Mapping[ReplicaID, GangReport | None]
+
+
+@pytest.mark.parametrize("missed", [[{}, {A: None}], [{A: None}], [{A: OLD}, {A: None}], []])
+def test_a_gang_of_many_jobs_that_is_heard_again_brings_no_gangs_and_stays(missed: list[Reports]) -> None:
+    """The controller restarts, or the gang's replica hangs for a while: no job has arrived."""
+    policy, later = ScaleByWork(**RULES), [{A: OLD}, {A: OLD}]
+    seen: list[Reports] = [*missed, *later]
+    for now_s, reports in enumerate(seen):
+        assert policy(context(now_s, reports, target=1))[0] == 1
+
+
+NODES = ("head", "x", "y", "z")
+PLACES = st.lists(st.tuples(st.sampled_from(NODES), st.booleans()), min_size=1, max_size=8)
+
+
+@settings(max_examples=200, **UNHURRIED)
+@given(PLACES)
+def test_the_idle_gangs_are_those_that_serve_ends_before_any_with_a_job(places: list[tuple[str, bool]]) -> None:
+    """By Serve's own choice of replicas."""
+    scheduler = object.__new__(DeploymentScheduler)
+    names = [ReplicaID(str(number), DEPLOYMENT) for number in range(len(places))]
+    state: dict[str, Any] = {
+        **{key: {DEPLOYMENT: {}} for key in ("_pending_replicas", "_launching_replicas")},
+        "_recovering_replicas": {DEPLOYMENT: set()},
+        "_deployments": {DEPLOYMENT: SimpleNamespace(label_selector=None, bundle_label_selector=None)},
+        "_running_replicas": {DEPLOYMENT: dict(zip(names, (node for node, _ in places), strict=True))},
+        "_head_node_id": "head",
+        "_cluster_node_info_cache": SimpleNamespace(get_node_labels=lambda node: {}),
+    }
+    scheduler.__dict__.update(state)
+    busy_ones = {name for name, (_, is_busy) in zip(names, places, strict=True) if is_busy}
+    numbers = range(1, len(names) + 1)
+    num_idle = sum(not scheduler._get_replicas_to_stop(DEPLOYMENT, num) & busy_ones for num in numbers)
+    gangs = {
+        name.unique_id: GangReport(num_jobs=is_busy, node=NODES.index(node), on_head=node == "head")
+        for name, (node, is_busy) in zip(names, places, strict=True)
+    }
+    assert Observation(now_s=0.0, target=len(names), gangs=gangs).num_idle == num_idle
 
 
 def test_decisions_are_a_second_apart_however_often_serve_asks() -> None:
@@ -287,7 +333,8 @@ def replica_load(work_s: float | None = 1.0, **open_s: float) -> ReplicaLoad:
         additions=mix_of((Lora(name="ink"),)),
         switch_s=0.125,
     )
-    return ReplicaLoad(cast("Any", stub), start_s=12.0, node_id="9" * 44 + "00000000000a")
+    node_id = "9" * 44 + "00000000000a"
+    return ReplicaLoad(cast("Any", stub), start_s=12.0, node_id=node_id, head_id=node_id)
 
 
 def done(*, was_warm: bool = True, denoise_s: float = 1.0) -> JobDone:
@@ -329,7 +376,7 @@ def test_a_request_on_its_way_counts_as_a_job() -> None:
     with load.coming("b", REQUEST):
         assert load.autoscaling_stats() == pytest.approx(
             {"backlog_s": 4.0, "num_jobs": 2, "num_arrived": 5, "arrived_s": 5.0, "arrived_s2": 0.0}
-            | {"spare_s": float("inf"), "start_s": 12.0, "node": 10.0}
+            | {"spare_s": float("inf"), "start_s": 12.0, "node": 10.0, "on_head": 1.0}
         )
         assert GangLoad.of_stats(load.routing_stats()).jobs["b"].left_s == pytest.approx(1.0)
     assert load.autoscaling_stats()["num_jobs"] == 1

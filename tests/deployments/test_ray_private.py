@@ -32,6 +32,7 @@ from deployments.ray_private import (
     bind_replicas_to_loopback,
     controller_answers,
     deployment_names,
+    head_id,
     leave_replica,
     log_folder,
     object_ref,
@@ -139,6 +140,10 @@ def test_the_status_is_what_serve_says(caller: DeploymentHandle[Any]) -> None:
     assert application_status("another") is None
     assert deployment_names(NAME) == status.deployments.keys()
     assert deployment_names("another") == frozenset()
+
+
+def test_the_head_of_a_cluster_of_one_node_is_that_node(caller: DeploymentHandle[Any]) -> None:
+    assert head_id() == ray.get_runtime_context().get_node_id()
 
 
 def test_serve_says_where_it_listens(caller: DeploymentHandle[Any]) -> None:

@@ -190,7 +190,7 @@ def test_predicted_seconds_of_one_pass_and_of_two_stay_right(card: ModelCard) ->
 
     stub: Any = SimpleNamespace(config=SimpleNamespace(policy="shortest"), open_work=dict, work_s=work_s)
     stub.wake_s, stub.switch_s, stub.additions = 0.0, 0.0, ()
-    load, small = ReplicaLoad(stub, start_s=1.0, node_id="0a"), asked(card, true_cfg_scale=1)
+    load, small = ReplicaLoad(stub, start_s=1.0, node_id="0a", head_id="0b"), asked(card, true_cfg_scale=1)
     large = asked(card, size=f"{2 * width}x{2 * card.defaults.height}", true_cfg_scale=1)
     two = [asked(card, num_inference_steps=number, second_stage_sigmas=SIGMAS, true_cfg_scale=1) for number in (8, 30)]
     done = JobDone(job_id="j", latents=None, queue_s=0, denoise_s=0, was_warm=True)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ async def submitted(
     gang: Any = SimpleNamespace(submit_grouped=submit_grouped, estimates=None)
     denoiser = Unstarted(
         _gang=gang,
-        _load=ReplicaLoad(gang, start_s=1.0, node_id="0a"),
+        _load=ReplicaLoad(gang, start_s=1.0, node_id="0a", head_id="0b"),
         _checkpoint=SimpleNamespace(num_steps=num_steps, spec=SPEC),
     )
     encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from engines.gang.autoscaling import (
     ALERT_SHARE,
     LATE_SHARE,
+    UNHEARD,
     ArrivalHistory,
     GangReport,
     GangScaler,
@@ -207,6 +208,13 @@ def test_no_gang_with_a_job_is_among_those_that_ray_serve_ends(nodes: str, busy:
     assert Observation(now_s=0.0, target=3, gangs=gangs).num_idle == num_idle
 
 
+def test_no_gang_is_idle_while_the_node_of_another_is_unknown() -> None:
+    """It may be the newest of the same node, which Serve ends first."""
+    gangs = {"a": GangReport(node=1.0), "b": UNHEARD}
+    assert Observation(now_s=0.0, target=2, gangs=gangs).num_idle == 0
+    assert Observation(now_s=0.0, target=2, gangs={"b": UNHEARD, "a": GangReport()}).num_idle == 1, "of no node"
+
+
 def test_deadlines_shorten_the_wait_that_is_aimed_at() -> None:
     patient, pressed = fluid(), fluid()
     for _ in range(600):
@@ -254,6 +262,14 @@ def test_the_start_of_a_first_gang_which_serve_orders_counts_its_node_too() -> N
     assert starts.longest_s(28.0) == 268.0, "nobody ordered the one that took a dead one's place"
 
 
+def test_a_gang_that_a_restarted_controller_finds_has_not_started_in_a_second() -> None:
+    """It hears of replicas one moment after it has asked for a decision."""
+    starts = StartTimes()
+    starts.hear(Observation(now_s=100.0, target=1))
+    starts.hear(Observation(now_s=101.0, target=1, gangs={"a": UNHEARD}))
+    assert starts.lead_s(28.0) == starts.longest_s(28.0) == 28.0
+
+
 def first_gang(num_arrived: float, work_s: float, num_jobs: int = 0) -> dict[str, GangReport]:
     squares_s2 = work_s**2 / num_arrived if num_arrived else 0.0
     return {"a": GangReport(num_jobs=num_jobs, num_arrived=num_arrived, arrived_s=work_s, arrived_s2=squares_s2)}
@@ -270,6 +286,17 @@ def test_requests_that_come_while_a_first_gang_starts_are_spread_over_its_start(
     assert history.between(200.0, 202.0)[:2] == (1.0, 2.0), "later ones at their times"
 
 
+def test_requests_that_come_to_an_idle_first_gang_count_when_they_come() -> None:
+    """The one that brought the gang was cancelled."""
+    history = ArrivalHistory()
+    for now_s in range(100):
+        history.hear(Observation(now_s=now_s, target=0))
+    for now_s in range(160, 300):
+        history.hear(Observation(now_s=now_s, target=1, gangs=first_gang(0, 0.0)))
+    history.hear(Observation(now_s=300.0, target=1, gangs=first_gang(100, 200.0)))
+    assert history.between(299.0, 300.0)[:2] == (100.0, 200.0)
+
+
 def test_few_requests_after_a_start_from_zero_bring_no_second_gang() -> None:
     """Five requests in 20 s, two of which waited for the gang, keep a third of it busy."""
     scaler = GangScaler(ScalingRules(target_wait_s=3.0, min_gangs=0, max_gangs=3, idle_s=5.0))
@@ -281,6 +308,22 @@ def test_few_requests_after_a_start_from_zero_bring_no_second_gang() -> None:
         num, work_s = arrived.get(now_s, (num, work_s))
         gangs = first_gang(num, work_s, num_jobs=int(now_s in arrived))
         assert scaler.decide(Observation(now_s=now_s, target=1, gangs=gangs)) == 1, now_s
+
+
+HEARD = {"a": GangReport(num_arrived=1000, arrived_s=5000.0)}
+
+
+@pytest.mark.parametrize("unheard", [[{}, {"a": UNHEARD}], [{"a": UNHEARD}], [HEARD, {"a": UNHEARD}]])
+def test_jobs_of_the_past_do_not_arrive_again(unheard: list[dict[str, GangReport]]) -> None:
+    """A restarted controller has no reports at first, and a gang may miss some: its sums count from its start."""
+    scaler, history = GangScaler(replace(RULES, max_gangs=50)), ArrivalHistory()
+    for now_s, gangs in enumerate([*unheard, HEARD]):
+        seen = Observation(now_s=now_s, target=1, gangs=gangs)
+        assert (scaler.decide(seen), history.hear(seen)) == (1, False)
+    later = GangReport(num_arrived=1003, arrived_s=5015.0)
+    assert history.hear(Observation(now_s=9.0, target=1, gangs={"a": later, "b": UNHEARD}))
+    history.hear(Observation(now_s=10.0, target=2, gangs={"a": later, "b": GangReport(num_arrived=2, arrived_s=10.0)}))
+    assert history.between(0.0, 10.0)[:2] == (5.0, 25.0), "all of a gang that is new"
 
 
 def test_a_restarted_controller_ends_no_gang_at_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import permutations
@@ -210,6 +211,17 @@ class CountedJobs(dict[str, OpenWork]):
     def values(self) -> Any:
         self.num_reads += 1
         return super().values()
+
+
+def test_gangs_that_end_without_a_report_are_forgotten() -> None:
+    board, stats, sizes = LoadBoard(), load().to_stats(), []
+    for number in range(100, 140):
+        board.hear({"a": stats, f"new-{number}": {}}, 10.0 * number)
+        assert board.choose(["a"], f"job-{number}", NewWork(SMALL, 4), 10.0 * number) == ["a"]
+        board.confirm(f"new-{number}", f"job-{number}")
+        board.hear({"a": stats}, 10.0 * number + 1)
+        sizes.append(len(pickle.dumps(board)))
+    assert sizes[-1] == sizes[0]
 
 
 def test_the_jobs_of_a_report_are_added_up_once_for_all_requests() -> None:
