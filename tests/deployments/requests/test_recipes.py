@@ -311,6 +311,7 @@ def test_shipped_recipes_suit_their_models(name: str) -> None:
         kind = VideoBody if card.defaults.kind == "video" else ImageBody
         body = with_recipe(validated(kind, {"prompt": "a", "recipe": one}), card)
         assert choose_steps(body, card.defaults) == num_steps
-        is_staged = isinstance(body, VideoBody) and body.second_stage_sigmas
-        own = body.second_stage_lora if is_staged else body.lora
+        own = body.lora
+        if isinstance(body, VideoBody) and body.second_stage_sigmas:
+            own = body.second_stage_lora
         assert [lora for lora, _ in own or ()] == [one]
