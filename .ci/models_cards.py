@@ -142,7 +142,7 @@ def budget_on(estimate: Estimate, card: Card) -> Budget | None:
     """Return what ``memory_gib`` chooses on one such card if it may quantise; None if nothing fits."""
     fit = fit_on(estimate, card)
     step_ms, num_steps = fit.step.chosen.total_ms, estimate.times.num_steps
-    times = RequestTimes.of(estimate.parts, fit.machine, estimate.request, num_steps, step_ms)
+    times = RequestTimes.of(estimate.parts, fit.machine, estimate.request, [num_steps], [step_ms])
     rules = BudgetRules(precisions=("native", *fit.machine.quantised))
     try:
         return choose_savings(fit, times, card.gb, rules)

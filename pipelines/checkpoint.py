@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.model import Branch, DenoiserModel
-from pipelines.control_network import PART, SeparatePart
+from pipelines.control_network import PART, UPSAMPLER_FOLDER, SeparatePart
 from pipelines.defaults import Defaults
 from pipelines.description import Description, read_description
 from pipelines.directory import gguf_in, part_folder, quantiser_of
@@ -310,6 +310,10 @@ class Checkpoint:
 
         latents = self.first_latents(request) if self.spec.has_known_conditioning else None
         one = footprint(self._opened, self._opened.max_tokens(self.defaults.max_tokens), latents)
+        if self.defaults.stage_scale:
+            assert self.spec.latent_upsampler_bytes is not None
+            between = {UPSAMPLER_FOLDER: self.spec.latent_upsampler_bytes(self.path, self._opened.dtype)}
+            one = replace(one, ranks={**one.ranks, **between})
         if one.decode is None or not self.defaults.chunk_overlap:
             return one
         number = self.defaults.num_chunks(request.num_frames)

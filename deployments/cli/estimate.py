@@ -70,6 +70,8 @@ def _lines(options: EstimateOptions, estimate: Estimate) -> list[str]:
 def _times_lines(times: RequestTimes, request: MediaRequest) -> list[str]:
     what = "picture" if request.kind == "image" or request.num_frames == 1 else "clip"
     steps = f"{times.num_steps} steps x {1e3 * times.step_s:.1f} ms"
+    if times.second_num_steps:
+        steps += f" + {times.second_num_steps} steps x {1e3 * times.second_step_s:.1f} ms"
     encode = "" if times.encode_s is None else f"encode {times.encode_s:.2f} s + "
     decode = "" if times.decode_s is None else f" + decode {times.decode_s:.2f} s (within a factor of two)"
     return [

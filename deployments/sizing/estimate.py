@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deployments.settings import Settings
-from deployments.sizing.fit import GIB, Fit, RequestTimes, StageMemory, usual_limit_gib, with_memory
+from deployments.sizing.fit import GIB, Fit, OtherPass, RequestTimes, StageMemory, usual_limit_gib, with_memory
 from deployments.sizing.savings import Budget, BudgetRules, choose_savings
 
 if TYPE_CHECKING:
@@ -61,18 +62,26 @@ class EstimateOptions:
     """Solver steps."""
     memory_gib: float | None = None
     """Memory of each GPU."""
+    second_stage_sigmas: tuple[float, ...] = ()
+    """Noise levels of a second pass over the latents, of which ``size`` is the size; empty: there is one pass."""
 
     def wanted_size(self, defaults: Defaults) -> Size:
         from pipelines.size import Size
 
+        if self.second_stage_sigmas and defaults.stage_scale:
+            defaults = defaults.enlarged
         size = Size.parse(self.size) if self.size else Size(width=defaults.width, height=defaults.height)
         return size if self.num_frames is None else replace(size, num_frames=self.num_frames)
 
     def request(self, defaults: Defaults, **inputs: Any) -> MediaRequest:
         """Return the request of the options; ``inputs`` are fields of what comes along."""
+        from pipelines.request import SecondStage
+
         guided = defaults.true_cfg_scale > 1 if self.guided is None else self.guided
         scale = max(defaults.true_cfg_scale, GUIDED) if guided else 1.0
-        steps = {} if self.num_steps is None else {"num_inference_steps": self.num_steps}
+        steps: dict[str, Any] = {} if self.num_steps is None else {"num_inference_steps": self.num_steps}
+        if self.second_stage_sigmas:
+            steps["second_stage"] = SecondStage(scale=defaults.stage_scale, sigmas=self.second_stage_sigmas)
         avoided = "" if guided else None  # some models have guidance beside a negative prompt only
         return defaults.request(
             self.wanted_size(defaults), true_cfg_scale=scale, negative_prompt=avoided, **steps, **inputs
@@ -201,9 +210,13 @@ def _estimate(
     counted = profile(model)
     machine, origin = find_machine(options, counted)
     machine = with_memory(machine.for_ranks(options.num_ranks), options.memory_gib)
-    work = workload(model, checkpoint.largest_step(request))
-    step = forecast(counted, work, options.num_ranks, machine, options.precision, must_fit=False)
-    num_steps = checkpoint.num_steps(request)
+    works = [workload(model, checkpoint.largest_step(one)) for one in request.stages]
+    plan = partial(forecast, counted, num_ranks=options.num_ranks, machine=machine, precision=options.precision)
+    step = max((plan(work, must_fit=False) for work in works), key=lambda one: one.chosen.memory_bytes)
+    weights = step.chosen.spec
+    steps = [step if work is step.work else plan(work, same_weights=weights, must_fit=False) for work in works]
+    numbers = [checkpoint.num_steps(one) for one in request.stages]
+    others = [OtherPass(work=one, num_steps=n) for one, n in zip(works, numbers, strict=True) if one is not step.work]
     beside = StageMemory.of(
         parts,
         limits=_decodes(checkpoint, limits_memory=True),
@@ -216,8 +229,14 @@ def _estimate(
         forecast=step,
         origin=origin,
         parts=parts,
-        fit=Fit(step=step, num_ranks=options.num_ranks, parts=beside, unknown=parts.unknown),
-        times=RequestTimes.of(parts, machine, request, num_steps, step.chosen.total_ms),
+        fit=Fit(
+            step=step,
+            num_ranks=options.num_ranks,
+            parts=beside,
+            unknown=parts.unknown,
+            other_pass=others[0] if others else None,
+        ),
+        times=RequestTimes.of(parts, machine, request, numbers, [one.chosen.total_ms for one in steps]),
         inputs=tuple(_input_costs(options, checkpoint, model, step)),
     )
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engines.planner.cost_model import Cost
+    from engines.planner.cost_model import Cost, Workload
     from engines.planner.forecast import StepForecast
     from engines.planner.machine import Machine
     from pipelines.blocks.footprint import Footprint
@@ -124,6 +124,16 @@ class Change:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class OtherPass:
+    """Steps of a pass over the latents beside the one with the largest steps."""
+
+    work: Workload
+    """One step."""
+    num_steps: int
+    """Number of its steps."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fit:
     """Memory of the fullest GPU, which holds a rank, the encoder and the decoder."""
 
@@ -135,6 +145,8 @@ class Fit:
     """Memory of encoder and decoder."""
     unknown: tuple[str, ...]
     """Parts of unknown size, which are not counted."""
+    other_pass: OtherPass | None = None
+    """The pass over the latents with the smaller steps; ``step`` is of the one with the larger ones."""
 
     @property
     def machine(self) -> Machine:
@@ -286,9 +298,9 @@ class RequestTimes:
     """Seconds of one request on an idle gang; None if unknown before a request."""
 
     num_steps: int
-    """Steps of the sampler (``Defaults.num_steps_of``)."""
+    """Steps of the sampler (``Defaults.num_steps_of``), of two passes those of the first."""
     step_s: float
-    """One step."""
+    """One of them."""
     encode_s: float | None
     """All prompts; None: unknown."""
     decode_s: float | None
@@ -297,19 +309,33 @@ class RequestTimes:
     """Floating-point operations of the encoder for one prompt."""
     num_prompts: int = 1
     """Prompts that are encoded one after the other, a negative one included."""
+    second_num_steps: int = 0
+    """Steps of the second pass; 0: there is one pass."""
+    second_step_s: float = 0.0
+    """One of them."""
 
     @classmethod
     def of(
-        cls, parts: Footprint, machine: Machine, request: MediaRequest, num_steps: int, step_ms: float
+        cls,
+        parts: Footprint,
+        machine: Machine,
+        request: MediaRequest,
+        num_steps: Sequence[int],
+        step_ms: Sequence[float],
     ) -> RequestTimes:
-        """Return the times for steps of ``step_ms``, all branches included; guidance adds a negative prompt."""
+        """Return the times for steps of ``step_ms``, all branches included; guidance adds a negative prompt.
+
+        ``num_steps`` and ``step_ms`` are by pass over the latents, at most two.
+        """
         from engines.planner.cost_model import decode_s, encode_s
 
         num_prompts = 2 if request.true_cfg_scale > 1 else 1
         prompt, decode = parts.prompt, parts.decode
         return cls(
-            num_steps=num_steps,
-            step_s=step_ms / 1e3,
+            num_steps=num_steps[0],
+            step_s=step_ms[0] / 1e3,
+            second_num_steps=sum(num_steps[1:]),
+            second_step_s=sum(step_ms[1:]) / 1e3,
             encode_s=num_prompts * encode_s(machine, prompt.flops, prompt.moved_bytes, parts.num_tokens)
             if prompt.flops
             else None,
@@ -320,7 +346,8 @@ class RequestTimes:
 
     @property
     def total_s(self) -> float:
-        return (self.encode_s or 0.0) + self.num_steps * self.step_s + (self.decode_s or 0.0)
+        steps_s = self.num_steps * self.step_s + self.second_num_steps * self.second_step_s
+        return (self.encode_s or 0.0) + steps_s + (self.decode_s or 0.0)
 
     @property
     def not_counted(self) -> tuple[str, ...]:

@@ -113,8 +113,25 @@ def budget_of(model: ModelConfig) -> Budget:
     """Return the budget of a model with ``memory_gib``. ValueError if it does not fit, or its steps are unknown."""
     assert model.memory_gib is not None
     sizes = sorted(model.denoiser.warm_sizes, key=lambda size: size.width * size.height * (size.num_frames or 1))
-    fit, times = _fit_of(model, sizes[-1] if sizes else None)
+    sigmas = _second_stage_sigmas(model)
+    try:
+        fit, times = _fit_of(model, sizes[-1] if sizes else None, second_stage_sigmas=sigmas)
+    except ValueError:
+        if not sigmas:
+            raise
+        fit, times = _fit_of(model, sizes[-1] if sizes else None)  # no result of two passes has this size
     return choose_savings(fit, times, model.memory_gib, rules_for(model, fit.machine.quantised))
+
+
+def _second_stage_sigmas(model: ModelConfig) -> tuple[float, ...]:
+    """Return the noise levels of the second pass that a recipe of ``model`` has; empty: none has one."""
+    from deployments.stages.rank import second_stage_of
+    from pipelines.checkpoint import Checkpoint
+
+    if not model.recipes:
+        return ()
+    second = second_stage_of(model, Checkpoint.of_configuration(model.source))
+    return () if second is None else second.sigmas
 
 
 def predicted_s(model: ModelConfig, budget: Budget, size: Size, num_steps: int) -> float:
@@ -123,7 +140,9 @@ def predicted_s(model: ModelConfig, budget: Budget, size: Size, num_steps: int) 
     return times.total_s + extra_s_of(fit, times, rules_for(model, fit.machine.quantised), budget.savings)
 
 
-def _fit_of(model: ModelConfig, size: Size | None, num_steps: int | None = None) -> tuple[Fit, RequestTimes]:
+def _fit_of(
+    model: ModelConfig, size: Size | None, num_steps: int | None = None, *, second_stage_sigmas: tuple[float, ...] = ()
+) -> tuple[Fit, RequestTimes]:
     """Return the memory and the times of a request. ValueError if steps of ``model`` are unknown before one."""
     assert model.memory_gib is not None
     denoiser = model.denoiser
@@ -136,6 +155,7 @@ def _fit_of(model: ModelConfig, size: Size | None, num_steps: int | None = None)
         machine=machine_like(model.memory_gib),
         num_steps=num_steps,
         memory_gib=model.memory_gib,
+        second_stage_sigmas=second_stage_sigmas,
     )
     with quiet_libraries():
         estimate = make_estimate(options)

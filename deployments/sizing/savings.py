@@ -152,11 +152,11 @@ def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRule
     rules = replace(rules, num_offloaded=min(rules.num_offloaded, fit.step.counted.num_repeated))
     steps = list(_steps(fit, rules))
     own = _Step(rules.precisions[0], rules.num_offloaded, rules.originals[0])
-    base_ms = min(cost.total_ms for cost, step in steps if step == own)
+    base_s = min(_steps_s(fit, times, cost, step) for cost, step in steps if step == own)
     places = rules.places[:1] if fit.unknown else rules.places  # what an unknown encoder costs is not known
     stages = list(_stage_choices(fit, places, rules))
     for cost, step in steps:
-        extra_s = times.num_steps * (cost.total_ms - base_ms) / 1e3
+        extra_s = _steps_s(fit, times, cost, step) - base_s
         of_step = (*_of_step(cost, step, rules, extra_s), *_originals(fit, step, rules))
         originals = _original_bytes(fit, cost.spec) if step.originals else 0
         for stage in stages:
@@ -224,6 +224,18 @@ def _steps(fit: Fit, rules: BudgetRules) -> Iterator[tuple[Cost, _Step]]:
                     held = counted.without_originals if originals else counted
                     cost = predict(held, work, spec, machine, precision, offloaded_blocks=blocks)
                     yield cost, _Step(precision, blocks, originals)
+
+
+def _steps_s(fit: Fit, times: RequestTimes, cost: Cost, step: _Step) -> float:
+    """Return the predicted seconds of all steps; ``cost`` is that of the largest ones, whose division all have."""
+    from engines.planner.cost_model import predict
+
+    number, other = times.num_steps + times.second_num_steps, fit.other_pass
+    if other is None:
+        return number * cost.total_ms / 1e3
+    machine, counted = fit.machine.for_ranks(fit.num_ranks), fit.step.counted
+    small = predict(counted, other.work, cost.spec, machine, step.precision, offloaded_blocks=step.blocks)
+    return ((number - other.num_steps) * cost.total_ms + other.num_steps * small.total_ms) / 1e3
 
 
 def _has_originals(fit: Fit) -> bool:

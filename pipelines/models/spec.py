@@ -113,6 +113,8 @@ class ModelSpec(ABC):
     """Whether ``hoisted`` finds the weights of offloaded blocks (``DenoiserModel``)."""
     latent_upsampler: Callable[..., Any] | None = None
     """Opens what enlarges latents for a second pass (``ltx2.upsampler``); None: the family makes clips in one."""
+    latent_upsampler_bytes: Callable[..., int] | None = None
+    """Returns the bytes of that part's weights, from its configuration and a dtype."""
     block_modules: tuple[str, ...] = ()
     """Submodules of the transformer, without weights, that diffusers' blocks use."""
     workflows: Mapping[str, tuple[str, ...]] = {}

@@ -111,6 +111,7 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     patch_blocks = lazy("pipelines.models.ltx2.patches:patch_blocks")
     extend_blocks = lazy("pipelines.models.ltx2.patches:decode_by_vae")
     latent_upsampler = lazy("pipelines.models.ltx2.upsampler:LatentUpsampler")
+    latent_upsampler_bytes = lazy("pipelines.models.ltx2.upsampler:weight_bytes")
     local_attention = TO_WHOLE
     counts_heads = True
     block_modules = ("rope", "audio_rope")

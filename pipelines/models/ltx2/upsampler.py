@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,14 @@ class LatentUpsampler:
             inputs={"latents": enlarged, "audio_latents": state.get("audio")},
             latents={"latents": _pack_latents(normal, *patches).float(), "audio_latents": made["audio_latents"]},
         )
+
+
+def weight_bytes(path: Path, dtype: torch.dtype) -> int:
+    """Return the memory of the upsampler's weights in ``dtype``, from its configuration in ``path`` alone."""
+    config = json.loads((path / UPSAMPLER_FOLDER / "config.json").read_text())
+    with torch.device("meta"):
+        model: Any = LTX2LatentUpsamplerModel.from_config(config)
+    return sum(weight.nbytes for weight in model.to(dtype).parameters())
 
 
 def _fill_statistics(part: Any, folder: Path, device: torch.device, dtype: torch.dtype) -> None:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from typer.testing import Result
 
-from pipelines.loading import published_models
+from pipelines.loading import PUBLISHED, published_models
 from tests.deployments.support.commands import troupe
 from tests.pipelines.support.checkpoints import tiny_animate
 
@@ -317,3 +320,49 @@ def test_a_file_that_holds_no_figures(tmp_path: Path) -> None:
     file = tmp_path / "machine.json"
     file.write_text("{}")
     assert "holds no machine's figures" in estimate("--model", "flux-shapes", "--machine", str(file)).stderr
+
+
+SIGMAS = "0.909375,0.725,0.421875"
+
+
+def test_a_latent_upsampler_is_in_the_memory_of_every_rank(tmp_path: Path) -> None:
+    """Also of a request of one pass: a rank reads it at its start."""
+    with torch.device("meta"):
+        weights = LTX2LatentUpsamplerModel().bfloat16().parameters()
+    own_gib = sum(weight.nbytes for weight in weights) / 2**30
+    plain_folder = tmp_path / "LTX-2"
+    shutil.copytree(PUBLISHED / "LTX-2", plain_folder, ignore=shutil.ignore_patterns("latent_upsampler"))
+    plain, found = (
+        document("--model", name, "--machine", "h200", "--ranks", "2", "--memory", "141")
+        for name in (str(plain_folder), "LTX-2")
+    )
+    assert found["memory"]["gib"]["rank: latent_upsampler"] == pytest.approx(own_gib)
+    assert found["memory"]["total_gib"] - plain["memory"]["total_gib"] == pytest.approx(own_gib)
+    assert found["memory"]["asleep"]["host_gib"] - plain["memory"]["asleep"]["host_gib"] == pytest.approx(2 * own_gib)
+    held = [one["budgets"]["lossless"]["estimated_gib"] for one in (plain, found)]
+    assert held[1] - held[0] == pytest.approx(own_gib, abs=0.01)
+    assert found["request"] == plain["request"]
+
+
+def test_both_passes_of_a_request_are_counted() -> None:
+    """Steps of the first are those of a clip with half the sides, those of the second have no guidance."""
+    named = ("--model", "LTX-2", "--machine", "h200")
+    two = document(*named, "--size", "1536x1024", "--second-stage-sigmas", SIGMAS)
+    small, large = document(*named), document(*named, "--size", "1536x1024", "--no-guidance")
+    request, memory = two["request"], two["memory"]["gib"]
+    assert (request["num_steps"], request["second_num_steps"]) == (30, 3)
+    assert request["step_s"] == small["request"]["step_s"]
+    assert request["second_step_s"] == large["request"]["step_s"] > small["request"]["step_s"]
+    steps_s = 30 * request["step_s"] + 3 * request["second_step_s"]
+    assert request["total_s"] == pytest.approx(request["encode_s"] + steps_s + request["decode_s"])
+    assert memory["steps"] == large["memory"]["gib"]["steps"] > small["memory"]["gib"]["steps"]
+    assert request["decode_s"] == large["request"]["decode_s"]
+    usual = document(*named, "--second-stage-sigmas", SIGMAS)
+    assert (usual["size"], usual["request"]) == ("1536x1024", request)
+    assert "30 steps x " in estimate(*named, "--second-stage-sigmas", SIGMAS).stdout
+
+
+def test_a_second_pass_without_an_upsampler_is_a_mistake() -> None:
+    result = estimate("--model", "Wan2.1-T2V-1.3B", "--second-stage-sigmas", SIGMAS)
+    assert result.exit_code != 0
+    assert "need a model with a latent upsampler" in result.output

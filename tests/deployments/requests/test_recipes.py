@@ -13,7 +13,7 @@ import yaml
 from deployments.cli.serving import CONFIGS, parse_config
 from deployments.http.answers import Model
 from deployments.ingress import make_cards
-from deployments.requests.bodies import ImageBody
+from deployments.requests.bodies import ImageBody, VideoBody
 from deployments.requests.handle import handle_request
 from deployments.requests.recipe_choice import check_recipes, with_recipe
 from deployments.requests.request_errors import RequestError
@@ -287,7 +287,7 @@ SHIPPED: dict[str, dict[str, int]] = {
     "Qwen-Image-Edit": {"lightning-4": 4, "lightning-8": 8},
     "Qwen-Image-Edit-2509": {"lightning-4": 4, "lightning-8": 8},
     "Qwen-Image-Layered": {},
-    "LTX-2": {"distilled-8": 8},
+    "LTX-2": {"distilled-8": 8, "two-stages": 30, "two-stages-distilled": 8},
     "MiniMax-H3": {"turbo-4": 4, "turbo-8": 8},
     "Wan2.1-T2V-1.3B": {},
     "Wan2.1-T2V-14B": {"lightx2v-4": 4},
@@ -308,6 +308,10 @@ def test_shipped_recipes_suit_their_models(name: str) -> None:
     card = ModelCard(name="m", family="f", created=0, defaults=checkpoint.defaults, loras=loras, recipes=configured)
     check_recipes(card)
     for one, num_steps in SHIPPED[name].items():
-        body = with_recipe(validated(ImageBody, {"prompt": "a", "recipe": one}), card)
+        kind = VideoBody if card.defaults.kind == "video" else ImageBody
+        body = with_recipe(validated(kind, {"prompt": "a", "recipe": one}), card)
         assert choose_steps(body, card.defaults) == num_steps
-        assert [lora for lora, _ in body.lora or ()] == [one]
+        own = body.lora
+        if isinstance(body, VideoBody) and body.second_stage_sigmas:
+            own = body.second_stage_lora
+        assert [lora for lora, _ in own or ()] == [one]

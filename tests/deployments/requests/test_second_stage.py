@@ -45,7 +45,7 @@ RECIPES: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = shutil.copytree(PUBLISHED / "LTX-2", tmp_path_factory.mktemp("model") / "LTX-2")
+    made = shutil.copytree(PUBLISHED / "LTX-2.3", tmp_path_factory.mktemp("model") / "LTX-2")
     (made / "latent_upsampler").mkdir()
     (made / "latent_upsampler" / "config.json").write_text(json.dumps(UPSAMPLER))
     return made
@@ -131,12 +131,12 @@ def test_a_clip_that_comes_along_has_one_pass(card: ModelCard) -> None:
 
 
 def test_a_model_without_an_upsampler_refuses_it() -> None:
-    card = cards_of(PUBLISHED / "LTX-2", recipes={})["ltx"]
+    card = cards_of(PUBLISHED / "LTX-2.3", recipes={})["ltx"]
     assert card.defaults.stage_scale == 0
     with pytest.raises(RequestError, match="need a model with a latent upsampler, and this one has none"):
         asked(card, second_stage_sigmas=SIGMAS)
     with pytest.raises(ValueError, match="the recipe two-stages changes nothing"):
-        cards_of(PUBLISHED / "LTX-2", recipes={"two-stages": {}})
+        cards_of(PUBLISHED / "LTX-2.3", recipes={"two-stages": {}})
 
 
 def test_a_kept_request_is_the_same_after_a_restart(card: ModelCard) -> None:
@@ -216,13 +216,13 @@ def test_the_upsampler_may_lie_apart(folder: Path, tmp_path: Path, monkeypatch: 
     """Its own folder, or that of its pipeline."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     for apart in (folder / "latent_upsampler", folder):
-        model = {"path": str(PUBLISHED / "LTX-2"), "upsampler": str(apart)}
-        (card,) = cards_of(PUBLISHED / "LTX-2", **model).values()
+        model = {"path": str(PUBLISHED / "LTX-2.3"), "upsampler": str(apart)}
+        (card,) = cards_of(PUBLISHED / "LTX-2.3", **model).values()
         assert asked(card, recipe="two-stages").second_stage is not None
-        joined = resolve_path(f"{PUBLISHED / 'LTX-2'}+upsampler@{apart}")
+        joined = resolve_path(f"{PUBLISHED / 'LTX-2.3'}+upsampler@{apart}")
         assert (joined / "latent_upsampler").resolve() == folder / "latent_upsampler"
     with pytest.raises(ValueError, match="holds no LatentUpsamplerModel"):
-        Checkpoint.open(f"{folder}+upsampler@{PUBLISHED / 'LTX-2' / 'vae'}", weights=False)
+        Checkpoint.open(f"{folder}+upsampler@{PUBLISHED / 'LTX-2.3' / 'vae'}", weights=False)
     with pytest.raises(ValueError, match="is a latent upsampler, and wan makes clips in one pass"):
         Checkpoint.open(f"wan-shapes+upsampler@{folder}", weights=False)
     with pytest.raises(ValueError, match="controlnet and upsampler are for different models"):

@@ -14,7 +14,7 @@ from deployments.http.answers import Model
 from deployments.ingress import make_cards
 from deployments.model_config import ModelConfig
 from deployments.sizing import memory_budget
-from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes, StageMemory
+from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, OtherPass, RequestTimes, StageMemory
 from deployments.sizing.memory_budget import applied, budget_of, machine_like, predicted_s, rules_for, with_budgets
 from deployments.sizing.savings import Budget, BudgetRules, Saving, choose_savings, extra_s_of
 from engines.planner.cost_model import Workload
@@ -377,3 +377,28 @@ def test_costs_are_those_of_a_known_card_of_that_size(
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA GeForce RTX 4090\nIRQ:   \t\t 70\n")
     assert machine_like(memory_gib) == "rtx-4090"
+
+
+def test_recipes_with_a_second_pass_count_its_steps_and_the_upsampler() -> None:
+    """Without sizes to prepare, the result has the size of a second pass over the model's default one."""
+    one = {"path": "LTX-2", "memory_gib": 141, "denoiser": ONE_RANK}
+    plain, two = model(name="ltx", **one), model(name="ltx", recipes={"two-stages": {}}, **one)
+    large = {**one, "denoiser": {**ONE_RANK, "warm_sizes": ["1536x1024"]}}
+    small, staged, same = (budget_of(each).num_bytes for each in (plain, two, model(name="ltx", **large)))
+    assert small < staged == same
+    beyond = model(
+        name="ltx", recipes={"two-stages": {}}, **{**one, "denoiser": {**ONE_RANK, "warm_sizes": ["736x480"]}}
+    )
+    assert budget_of(beyond).num_bytes < small, "no result of two passes has this size"
+
+
+def test_seconds_of_savings_count_the_steps_of_both_passes() -> None:
+    """Larger steps hide more of the copies of offloaded blocks."""
+    limits = BudgetRules(places=(SHARED,))
+    own = fit(20)
+    own = replace(own, step=replace(own.step, machine=replace(own.machine, host_bytes_per_s=1e9)))
+    tiny = OtherPass(work=Workload(lengths=(("image", 64),)), num_steps=20)
+    both = replace(TIMES, num_steps=20, second_num_steps=8)
+    alike = choose_savings(replace(own, other_pass=replace(tiny, work=own.step.work)), both, 20, limits)
+    assert alike.extra_s == pytest.approx(choose_savings(own, TIMES, 20, limits).extra_s)
+    assert choose_savings(replace(own, other_pass=tiny), both, 20, limits).extra_s > alike.extra_s
