@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import part_class, read_config, read_index
-from pipelines.image_sizes import latent_sizes, space_time_scales
+from pipelines.latent_sizes import latent_sizes, space_time_scales
 from pipelines.models.cosmos.call import (
     CLIP_SHAPE,
     LATENTS,

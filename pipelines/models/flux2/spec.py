@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
-from pipelines.image_sizes import vae_scale
+from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import GATED, joint_attention_linears
 from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, lazy
 from pipelines.solver import SIGMAS

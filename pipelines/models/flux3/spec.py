@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
-from pipelines.image_sizes import vae_scale
+from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import GATED, attention_linears
 from pipelines.models.spec import PICTURE, Config, ModelSpec, distilled, lazy
 from pipelines.request import MediaRequest

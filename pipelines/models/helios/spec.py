@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
-from pipelines.image_sizes import space_time_scales
+from pipelines.latent_sizes import space_time_scales
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.spec import CLIP, Config, ModelSpec, distilled, lazy
 from pipelines.request import MediaRequest

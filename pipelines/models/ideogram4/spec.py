@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
-from pipelines.image_sizes import vae_scale
+from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import attention_linears
 from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy
 from pipelines.request import MediaRequest

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_index
-from pipelines.image_sizes import clip_vae_scale
+from pipelines.latent_sizes import clip_vae_scale
 from pipelines.models.spec import PICTURE, Config, ModelSpec, distilled
 from pipelines.solver import SIGMAS
 

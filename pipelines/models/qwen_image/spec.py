@@ -13,7 +13,7 @@ from pipelines.control_network import PART as NETWORK
 from pipelines.control_network import control_defaults
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
-from pipelines.image_sizes import clip_vae_scale
+from pipelines.latent_sizes import clip_vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.spec import CONTROL, PICTURE, Config, TextAndImageSpec, lazy
 from pipelines.recipes import Recipe

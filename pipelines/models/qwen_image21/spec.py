@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
-from pipelines.image_sizes import clip_vae_scale
+from pipelines.latent_sizes import clip_vae_scale
 from pipelines.models.linears import attention_linears
 from pipelines.models.qwen_image21.call import GRIDS, LATENTS, PLACES, TEXT, TIMESTEP, constant_inputs, num_seen
 from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
-from pipelines.image_sizes import vae_scale
+from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy, num_patches
 from pipelines.request import MediaRequest

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ColumnLinear, FullWidthNorm, ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
-from pipelines.image_sizes import latent_sizes, space_time_scales
+from pipelines.latent_sizes import latent_sizes, space_time_scales
 from pipelines.models.linears import attention_linears, mlp_linears, query_key_norms
 from pipelines.models.spec import (
     CLIP,

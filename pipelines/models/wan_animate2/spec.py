@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import DEFAULTS_FILE, read_config, read_index, read_own
-from pipelines.image_sizes import latent_sizes, space_time_scales
+from pipelines.latent_sizes import latent_sizes, space_time_scales
 from pipelines.models.spec import CLIP, Config, ModelSpec, distilled, lazy
 from pipelines.models.wan_animate2.call import (
     DRIVING,
