@@ -12,6 +12,10 @@ from deployments.names import own_version
 
 RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks that work on one step.")]
 
+SecondStageOption = Annotated[
+    str, typer.Option(help="Noise levels of a second pass, such as 0.9,0.7,0.4 (models with a latent upsampler).")
+]
+
 
 def renamed_option(old: str, new: str) -> Any:
     """Return a hidden option ``old``, which is refused with a sentence that names ``new``."""
@@ -103,9 +107,7 @@ def estimate(
     attention: Annotated[str, typer.Option(help="Precision of attention: auto or fp8.")] = "auto",
     machine: Annotated[str | None, typer.Option(help="h200, h100, l40s, rtx-4090 ..., or a file of --measure.")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of each GPU; the machine's.")] = None,
-    second_stage_sigmas: Annotated[
-        str, typer.Option(help="Noise levels of a second pass, such as 0.9,0.7,0.4 (models with a latent upsampler).")
-    ] = "",
+    second_stage_sigmas: SecondStageOption = "",
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine now, and save the figures.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
     gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
