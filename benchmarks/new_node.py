@@ -30,11 +30,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from benchmarks.application.client import Client, data_of
 from benchmarks.faults.timeline import Record, rank_pids, records_of, seconds
 from benchmarks.results import status_of, tell
+from benchmarks.serving.application import await_gang_end
 from benchmarks.serving.nodes import Cluster, Node, serving_on_nodes
 from benchmarks.serving.settings import with_values
 from benchmarks.sweep.whole import phases_of
@@ -51,9 +50,6 @@ ORDER = re.compile(r"(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3}) .*Starting Replica\(
 """A line of Serve's controller."""
 REST_S = 20.0
 """Until a node that has joined is at rest: its processes import libraries."""
-GONE_WITHIN_S, POLL_S = 120.0, 0.2
-SETTLED_S = 3.0
-"""Until Serve has forgotten a gang whose processes have ended."""
 
 
 class Starts:
@@ -83,7 +79,7 @@ class Starts:
         self._expected = self._expected or data
         records = [record for record in records_of(self._cluster.logs) if seconds(record) > begun_s]
         found = start_of(records, orders_of(self._cluster.logs), begun_s)
-        wait_for_end(rank_pids(self._cluster.logs, self._name))
+        await_gang_end(rank_pids(self._cluster.logs, self._name))
         return {"case": where, "answered_s": round(answered_s, 2), **found, "same_bytes": data == self._expected}
 
     @cached_property
@@ -178,16 +174,6 @@ def summary_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "ratio_without_weights": {name: round(value / apart[AGAIN], 2) for name, value in apart.items()},
         "same_bytes": all(one["same_bytes"] for one in starts),
     }
-
-
-def wait_for_end(pids: Sequence[int]) -> None:
-    """Wait until the gang has scaled to zero. TimeoutError if it does not."""
-    end_s = time.monotonic() + GONE_WITHIN_S
-    while any(map(psutil.pid_exists, pids)):
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"the gang did not end within {GONE_WITHIN_S:g} s: denoiser.autoscaling says when")
-        time.sleep(POLL_S)
-    time.sleep(SETTLED_S)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:

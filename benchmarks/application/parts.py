@@ -14,14 +14,13 @@ from statistics import fmean
 from typing import Any
 
 import httpx
-import psutil
 
 from benchmarks.application.client import PROMPT, Client, Timing, data_of, medians, timing
 from benchmarks.application.memory import peak_memory, samples_of
 from benchmarks.faults.timeline import rank_pids
 from benchmarks.load.client import Answer
 from benchmarks.results import Spread
-from benchmarks.serving.application import Application
+from benchmarks.serving.application import Application, await_gang_end
 
 NUM_REPEATS, NUM_NEW, NUM_LARGE = 5, 8, 3
 NUM_CLIPS = 3
@@ -29,8 +28,6 @@ NUM_CLIPS = 3
 NUM_CLIENTS, NUM_OVERLAPPING = 2, 12
 IDLE_S, MEMORY_EVERY_S = 5.0, 0.5
 NUM_ZEROS = 3
-GONE_WITHIN_S, POLL_S, REST_S = 120.0, 0.2, 3.0
-"""Until a gang without work has ended, its processes are looked at, and Serve has forgotten it."""
 
 Document = dict[str, Any]
 
@@ -236,21 +233,12 @@ def zero(visit: Visit) -> Document:
     _, expected = visit.first
     times_s, same = [], True
     for _ in range(NUM_ZEROS):
-        _wait_for_end(rank_pids(visit.application.logs, visit.card["id"]))
+        await_gang_end(rank_pids(visit.application.logs, visit.card["id"]))
         start_s = time.perf_counter()
         answer = visit.make_first()
         times_s.append(round(time.perf_counter() - start_s, 2))
         same = same and data_of(answer) == expected
     return {"from_zero": {"answered_s": times_s, "same_bytes": same}}
-
-
-def _wait_for_end(pids: Sequence[int]) -> None:
-    end_s = time.monotonic() + GONE_WITHIN_S
-    while any(map(psutil.pid_exists, pids)):
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"the gang did not end within {GONE_WITHIN_S:g} s: denoiser.autoscaling says when")
-        time.sleep(POLL_S)
-    time.sleep(REST_S)
 
 
 Part = Callable[[Visit], Document]

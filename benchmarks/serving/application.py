@@ -28,6 +28,8 @@ READY_WITHIN_S = 600.0
 STOPPED_WITHIN_S = 60.0
 POLL_S = 0.5
 """Interval of health checks while it starts: each takes it some 20 ms of CPU."""
+GONE_WITHIN_S, LOOK_EVERY_S, SETTLED_S = 120.0, 0.2, 3.0
+"""Until a gang without work has ended, its processes are looked at, and Serve has forgotten it."""
 REST_CORES, REST_LOOKS, LOOK_S = 0.5, 3, 1.0
 """It is at rest if it uses fewer cores than that in this many samples in a row."""
 AT_REST_WITHIN_S = 120.0
@@ -176,6 +178,16 @@ def end(process: subprocess.Popen[bytes]) -> None:
                 with suppress(psutil.NoSuchProcess):
                     one.kill()
             raise
+
+
+def await_gang_end(pids: Sequence[int]) -> None:
+    """Wait until the gang with the ranks ``pids`` has scaled to zero. TimeoutError if it does not."""
+    end_s = time.monotonic() + GONE_WITHIN_S
+    while any(map(psutil.pid_exists, pids)):
+        if time.monotonic() > end_s:
+            raise TimeoutError(f"the gang did not end within {GONE_WITHIN_S:g} s: denoiser.autoscaling says when")
+        time.sleep(LOOK_EVERY_S)
+    time.sleep(SETTLED_S)
 
 
 def out_of_memory(folder: Path) -> str:

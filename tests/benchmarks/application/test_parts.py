@@ -18,6 +18,7 @@ import pytest
 from benchmarks.application import parts
 from benchmarks.application.client import PROMPT, Client, medians, timing
 from benchmarks.application.parts import PARTS, ClipShape, Visit, is_for
+from benchmarks.serving import application
 from benchmarks.serving.settings import find_parts
 
 STAGES = "queue;dur=1.0, encode;dur=2.5, denoise;dur={denoise}, decode;dur=4, total;dur=10.5"
@@ -184,7 +185,7 @@ def test_a_request_waits_until_no_gang_runs(tmp_path: Path, monkeypatch: pytest.
     found = parts.zero(server.visit(tmp_path))["from_zero"]
     assert (running, len(server.asked), len(found["answered_s"]), found["same_bytes"]) == ([], 4, 3, True)
     monkeypatch.setattr(psutil, "pid_exists", lambda pid: True)
-    monkeypatch.setattr(parts, "GONE_WITHIN_S", 0.0)
+    monkeypatch.setattr(application, "GONE_WITHIN_S", 0.0)
     with pytest.raises(TimeoutError, match=r"denoiser\.autoscaling says when"):
         parts.zero(server.visit(tmp_path))
 
