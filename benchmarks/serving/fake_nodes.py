@@ -11,8 +11,6 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -30,17 +28,13 @@ from ray.autoscaler._private.fake_multi_node.node_provider import (
 from ray.util.state import list_actors
 
 from benchmarks.serving.application import kill_all_in
+from benchmarks.serving.nodes import HOST, RAY, ROOT, SERVE, STARTED, await_text, spawn
 from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.config import ServeConfig
 
-ROOT = Path(__file__).parents[2]
-HOST = "127.0.0.1"
 PORTS = range(20_000, 32_768)
 """Above those of Ray's workers, and below those that Linux gives to programs that ask for any."""
 TIMEOUT_S, STARTED_WITHIN_S = 120.0, 180.0
-STARTED = "Ray runtime started"
-RAY = (sys.executable, "-m", "ray.scripts.scripts")
-SERVE = (sys.executable, "-m", "ray.serve.scripts")
 OBJECT_STORE_BYTES = 80 * 2**20
 ENVIRONMENT = {
     "AUTOSCALER_UPDATE_INTERVAL_S": "1",
@@ -166,7 +160,6 @@ def fake_cluster(folder: Path, *, idle_timeout_s: float) -> Iterator[FakeCluster
         "temp-dir": folder,
     }
     flags = [f"--{name}={value}" for name, value in options.items()]
-    # In another folder than the sources: workers would import from it before all that their environment names.
     with _head(flags, folder):
         yield FakeCluster(folder=folder, dashboard=f"http://{HOST}:{dashboard_port}", address=f"{HOST}:{port}")
 
@@ -176,21 +169,9 @@ def _head(flags: Sequence[str], folder: Path) -> Iterator[None]:
     """Start a head that writes to ``folder``, and wait until it runs. All nodes are killed at the end of the block."""
     own = {"RAY_TMPDIR": str(folder), "TROUPE_DATA_DIR": str(folder / "data")}
     environment, log = {**os.environ, **SERVE_ENVIRONMENT, **ENVIRONMENT, **own}, folder / "start.log"
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [*RAY, "start", "--head", "--block", *flags],
-            stdout=file,
-            stderr=file,
-            env=environment,
-            cwd=folder,
-            start_new_session=True,
-        )
+    process = spawn([*RAY, "start", "--head", "--block", *flags], environment, log, folder)
     try:
-        end_s = time.monotonic() + STARTED_WITHIN_S
-        while STARTED not in log.read_text():
-            if process.poll() is not None or time.monotonic() > end_s:
-                raise RuntimeError(f"Ray did not start:\n{log.read_text()[-4000:]}")
-            time.sleep(0.1)
+        await_text(log, STARTED, process, STARTED_WITHIN_S)
         yield
     finally:
         kill_all_in(folder)

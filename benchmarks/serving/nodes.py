@@ -176,14 +176,14 @@ def spawn(command: Sequence[str], environment: Mapping[str, str], log: Path, fol
         )
 
 
-def await_text(log: Path, text: str, process: subprocess.Popen[bytes]) -> None:
-    """Wait until ``process`` has written ``text``. RuntimeError if it ends before, TimeoutError if it takes long."""
-    end_s = time.monotonic() + STARTED_WITHIN_S
+def await_text(log: Path, text: str, process: subprocess.Popen[bytes], within_s: float = STARTED_WITHIN_S) -> None:
+    """Wait until ``process`` has written ``text``. RuntimeError if it ends before, TimeoutError after ``within_s``."""
+    end_s = time.monotonic() + within_s
     while text not in log.read_text():
         if process.poll() is not None:
             raise RuntimeError(f"{log.stem} ended with {process.returncode}:\n{log.read_text()[-4000:]}")
         if time.monotonic() > end_s:
-            raise TimeoutError(f"{log.stem} did not start within {STARTED_WITHIN_S:g} s:\n{log.read_text()[-4000:]}")
+            raise TimeoutError(f"{log.stem} did not start within {within_s:g} s:\n{log.read_text()[-4000:]}")
         time.sleep(POLL_S)
 
 

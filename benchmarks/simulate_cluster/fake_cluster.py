@@ -34,8 +34,9 @@ os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # read when Ray is imported
 
 from benchmarks.load.client import Outcome, send_all
 from benchmarks.load.mix import Arrival, Mix, RequestClass
-from benchmarks.serving.fake_nodes import HOST, ROOT, FakeCluster, fake_cluster
+from benchmarks.serving.fake_nodes import FakeCluster, fake_cluster
 from benchmarks.serving.known_steps import BUILD_APP, STEP_S
+from benchmarks.serving.nodes import HOST, ROOT
 from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec
 from benchmarks.simulate_cluster.replicas import Picture
 from benchmarks.simulate_cluster.strategies import ByWork, Observed

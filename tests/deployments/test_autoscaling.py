@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from benchmarks.serving.fake_nodes import HOST, ROOT
+from benchmarks.serving.nodes import HOST, ROOT
 from deployments.cli.serving import parse_config, reserved_port
 from tests.deployments.support.bare import assert_same_picture, bare_frames
 from tests.deployments.support.commands import short_folder

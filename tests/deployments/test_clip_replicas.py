@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.serving.fake_nodes import HOST
+from benchmarks.serving.nodes import HOST
 from deployments.cli.serving import parse_config, reserved_port
 from deployments.names import INGRESS
 from tests.deployments.support.commands import short_folder

@@ -12,7 +12,8 @@ import psutil
 import pytest
 
 from benchmarks.serving.application import kill_all_in
-from benchmarks.serving.fake_nodes import HOST, OBJECT_STORE_BYTES, RAY, ROOT
+from benchmarks.serving.fake_nodes import OBJECT_STORE_BYTES
+from benchmarks.serving.nodes import HOST, RAY, ROOT
 from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.cli.serving import reserved_port
 from tests.deployments.support.bare import assert_same_picture, bare_frames

@@ -15,7 +15,7 @@ import psutil
 import pytest
 from numpy.typing import NDArray
 
-from benchmarks.serving.fake_nodes import HOST, ROOT
+from benchmarks.serving.nodes import HOST, ROOT
 from deployments.cli.serving import parse_config, reserved_port
 from deployments.names import own_version
 from tests.deployments.support.bare import assert_same_picture, bare_frames
