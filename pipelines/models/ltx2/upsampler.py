@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch import Tensor
 from engines.parallel.weight_files import files_of
 from pipelines.component_weights import load_folder
 from pipelines.control_network import UPSAMPLER_FOLDER
-from pipelines.directory import part_folder
+from pipelines.directory import part_folder, read_config
 
 STATISTICS = ("latents_mean", "latents_std")
 """Buffers of an auto-encoder by which latents are normalised."""
@@ -71,9 +70,8 @@ class LatentUpsampler:
 
 def weight_bytes(path: Path, dtype: torch.dtype) -> int:
     """Return the memory of the upsampler's weights in ``dtype``, from its configuration in ``path`` alone."""
-    config = json.loads((path / UPSAMPLER_FOLDER / "config.json").read_text())
     with torch.device("meta"):
-        model: Any = LTX2LatentUpsamplerModel.from_config(config)
+        model: Any = LTX2LatentUpsamplerModel.from_config(dict(read_config(path, UPSAMPLER_FOLDER)))
     return sum(weight.nbytes for weight in model.to(dtype).parameters())
 
 
