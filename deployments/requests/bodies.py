@@ -20,7 +20,6 @@ from deployments.requests.fields import (
     FrameIndices,
     Loras,
     Name,
-    NegativePrompt,
     NoEffect,
     Off,
     OptionalPrompt,
@@ -90,7 +89,7 @@ class MediaBody(PeerFields):
     size: Size | None = Field(None, description="WIDTHxHEIGHT in pixels, or auto.", examples=["128x128"])
     width: Count | None = Field(None, description="Pixels, with height; instead of size.")
     height: Count | None = Field(None, description="Pixels, with width; instead of size.")
-    negative_prompt: NegativePrompt | None = Field(
+    negative_prompt: OptionalPrompt | None = Field(
         None, description="Things to avoid; needs classifier-free guidance: true_cfg_scale above 1."
     )
     seed: int | None = Field(
@@ -300,12 +299,12 @@ class VideoBody(MediaBody):
     def sources(self) -> Sources:
         """See ``MediaBody.sources``."""
         pictures = self.input_reference or ()
-        video, *further = self.video or (None,)
+        videos = self.video or ()
         return Sources(
             param="input_reference",
             pictures=pictures,
-            video=video,
-            further_videos=tuple(one for one in further if one is not None),
+            video=videos[0] if videos else None,
+            further_videos=videos[1:],
             video_mask=self.mask,
         )
 

@@ -213,8 +213,7 @@ Prompt = Annotated[
     WithJsonSchema({"type": "string", "maxLength": MAX_PROMPT_CHARS, "minLength": 1}),
 ]
 OptionalPrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), WITHOUT_NUL]
-"""Whether it must say something is looked at together with the model."""
-NegativePrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), WITHOUT_NUL]
+"""A prompt that may be empty. Whether it must say something is looked at together with the model."""
 Name = Annotated[str, StringConstraints(max_length=512), WITHOUT_NUL]
 Size = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^({PIXELS}|auto)?$"})]
 """Checked together with the model, whose own sizes make better examples."""
