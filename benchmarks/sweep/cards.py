@@ -194,7 +194,6 @@ def disk_bytes(name: str, *, twins: bool) -> int:
     """Return the bytes of all weights of ``name`` in bfloat16, also of parts that are float32 in memory."""
     checkpoint = Checkpoint.of_configuration(name, "meta", "bfloat16")
     parts = checkpoint.footprint(checkpoint.defaults.request())
-    halves = {part: 2 if part in checkpoint.spec.float32_parts else 1 for part in (*parts.encoder, *parts.decoder)}
     first = first_twins(checkpoint.path)
     modules = checkpoint.weightless().modules
     steps = sum(
@@ -202,8 +201,9 @@ def disk_bytes(name: str, *, twins: bool) -> int:
         for part, module in modules.items()
         if not twins or first.get(part, part) == part
     )
+    wide = checkpoint.spec.float32_parts
     beside = (*parts.encoder.items(), *parts.decoder.items())
-    return steps + sum((size or 0) // halves[part] for part, size in beside)
+    return steps + sum((size or 0) // (2 if part in wide else 1) for part, size in beside)
 
 
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
