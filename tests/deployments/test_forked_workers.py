@@ -371,7 +371,10 @@ def test_the_first_shims_of_a_node_start_one_zygote_and_do_without_a_dead_one(tm
 
 @pytest.fixture
 def raylet() -> Iterator[subprocess.Popen[bytes]]:
-    """What has the process id, and the environment, of a raylet: Ray gives that an allocator, but not its workers."""
+    """Yield a process with the environment of a raylet.
+
+    Ray preloads an allocator for its raylets, and not for their workers.
+    """
     environment = {name: value for name, value in process_environment().items() if name != DIRECTORY_VARIABLE}
     allocator = Path(ray.__file__).parent / "core" / "libjemalloc.so"
     environment |= {"LD_PRELOAD": str(allocator), "RAY_LD_PRELOAD_ON_WORKERS": "0", "PYTHONPATH": str(ROOT)}
