@@ -8,7 +8,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
