@@ -11,8 +11,8 @@ libraries when it is asked, as the commands of a cluster file make it do. Two mo
 imports, or the shared cache. The model is a folder or a shipped one, with the settings of ``troupe serve MODEL``.
 
 A start lasts from Serve's order for a replica until the gang is ready. A node's own start does not count: the request
-is sent ``REST_S`` after the node has joined. Libraries and weights are in the host's page cache each time. The last
-line is one JSON document.
+is sent ``REST_S`` after the node has joined. Libraries and weights are in the host's page cache each time. A table of
+the slowest start on a new node goes to stderr. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -100,6 +100,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for one in each_start(starts, arguments.repeats):
             found.append(one)
             yield one
+    print(phase_table(found), file=sys.stderr)
     yield {"case": "summary", **summary_of(found)}
 
 
@@ -158,6 +159,22 @@ def start_of(records: Sequence[Record], orders: Sequence[float], begun_s: float)
         "start_s": round(ready[0] - own[0], 2),
         "phases_s": phases_of(records),
     }
+
+
+def phase_table(starts: Sequence[Mapping[str, Any]]) -> str:
+    """Return the seconds of each phase of the slowest start on a new node, beside the median of those on a warm one.
+
+    The phase that has lost most comes first. Phases overlap: their sum is not the start. The last row is the start.
+    """
+    slowest = max((one for one in starts if one["case"] == NEW), key=lambda one: one["start_s"])
+    warm = [one for one in starts if one["case"] == AGAIN]
+    rows = [(name, median(one["phases_s"].get(name, 0.0) for one in warm), took_s)
+            for name, took_s in slowest["phases_s"].items()]  # fmt: skip
+    rows.sort(key=lambda row: row[1] - row[2])
+    rows.append(("start", median(one["start_s"] for one in warm), slowest["start_s"]))
+    width = max(len(name) for name, *_ in rows)
+    lines = [f"{name:{width}} {before:10.2f} {now:10.2f} {now - before:+10.2f}" for name, before, now in rows]
+    return "\n".join([f"{'phase, s':{width}} {AGAIN:>10} {NEW:>10} {'difference':>10}", *lines])
 
 
 def summary_of(starts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

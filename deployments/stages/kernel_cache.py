@@ -1,26 +1,33 @@
 """Compiled kernels that nodes share: a new node neither compiles nor chooses among kernels again.
 
 ``TROUPE_KERNEL_CACHE`` names a folder that all nodes see, or object storage (``s3://bucket/prefix``). A process stores
-its compiled kernels and the kernels that were chosen by time, so all nodes give the same bytes. In a folder, gangs
-share their decisions on strategies too. Write access to it allows running code on all nodes that read it.
+its compiled kernels and the kernels that were chosen by time, so all nodes give the same bytes. Kernels are those of
+``torch.compile``, and on GPUs the plain ones in Triton with the C libraries that launch them. In a folder, gangs share
+their decisions on strategies too. Write access to it allows running code on all nodes that read it.
 """
 
 from __future__ import annotations
 
+import io
 import logging
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol
+from zipfile import ZIP_DEFLATED, ZipFile
 
 from deployments.model_config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.measured_times import FACTORS, software_facts
 from engines.core.logs import timed
 from engines.core.storage import device_name, facts_digest, write_once
+from engines.fast.triton_cache import Entries, has_triton, read_entry, recorded_entries
 
 KERNELS, STRATEGIES = "kernels", "strategies"
+COMPILED, TRITON = "torch_compile", "triton"
+"""Names in a bundle: a file, and the folder of entries."""
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +64,36 @@ def shared_store() -> Store | None:
     return Bucket(place)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelBundle:
+    """What one process has compiled. In the store it is a zip file."""
+
+    compiled: bytes | None = None
+    """Of ``torch.compiler.save_cache_artifacts``; None if PyTorch has compiled nothing."""
+    triton: Entries
+    """Entries of Triton's cache."""
+
+    @classmethod
+    def of_bytes(cls, data: bytes) -> KernelBundle:
+        """Return the bundle of a file in the store. BadZipFile if it is none."""
+        entries: dict[str, dict[str, bytes]] = {}
+        with ZipFile(io.BytesIO(data)) as file:
+            names = file.namelist()
+            for folder, key, name in (one.split("/") for one in names if one != COMPILED):
+                entries.setdefault(key, {})[name] = file.read(f"{folder}/{key}/{name}")
+            return cls(compiled=file.read(COMPILED) if COMPILED in names else None, triton=entries)
+
+    def to_bytes(self) -> bytes:
+        data = io.BytesIO()
+        with ZipFile(data, "w", ZIP_DEFLATED, compresslevel=1) as file:
+            if self.compiled is not None:
+                file.writestr(COMPILED, self.compiled)
+            for key, files in self.triton.items():
+                for name, content in files.items():
+                    file.writestr(f"{TRITON}/{key}/{name}", content)
+        return data.getvalue()
+
+
 @contextmanager
 def shared_kernels(model: ModelConfig, part: str, device: str) -> Iterator[None]:
     """Compile inside the block with the kernels of the store, and store them if it has none of ``part``.
@@ -67,19 +104,36 @@ def shared_kernels(model: ModelConfig, part: str, device: str) -> Iterator[None]
     if store is None:
         yield
         return
-    name = f"{KERNELS}/{model.name}_{part}_{facts_digest(_facts(model, part, device))}"
-    is_known = _load(store, name)
-    yield
-    if not is_known:
-        _save(store, name)
+    name = f"{KERNELS}/{model.name}_{part}_{facts_digest(_facts(model, part, device))}.zip"
+    bundle = _load(store, name)
+    with _recorded_entries(bundle.triton if bundle else {}, device) as folders:
+        yield
+    if bundle is None:
+        _save(store, name, folders)
+
+
+@contextmanager
+def _recorded_entries(known: Entries, device: str) -> Iterator[set[Path]]:
+    """Yield the folders of what Triton looks up, with the ``known`` entries at hand. None on CPUs or if that fails."""
+    folders: set[Path] = set()
+    with ExitStack() as stack:
+        if device != "cpu" and has_triton():
+            try:
+                folders = stack.enter_context(recorded_entries(known))
+            except Exception as error:  # another version of Triton
+                logger.warning("kernels of Triton are not shared with other nodes: %s", error)
+        yield folders
 
 
 def stage_kernels(
     model: ModelConfig, part: Literal["text_encoder", "decoder"], device: str
 ) -> AbstractContextManager[None]:
-    """Return ``shared_kernels`` for an encoder or a decoder that compiles any: with ``compile``, on the CPU."""
-    compiles = getattr(model, part).compile and device == "cpu"
-    return shared_kernels(model, part, device) if compiles else nullcontext()
+    """Return ``shared_kernels`` for an encoder or a decoder that compiles any.
+
+    With ``compile`` both do on the CPU. On a GPU they are captured, and norms of decoders are kernels in Triton.
+    """
+    compiles = device == "cpu" or (part == "decoder" and has_triton())
+    return shared_kernels(model, part, device) if getattr(model, part).compile and compiles else nullcontext()
 
 
 def _facts(model: ModelConfig, part: str, device: str) -> Mapping[str, str]:
@@ -96,30 +150,37 @@ def _facts(model: ModelConfig, part: str, device: str) -> Mapping[str, str]:
     }
 
 
-def _load(store: Store, name: str) -> bool:
-    """Give PyTorch the kernels of the store. Return whether it has some."""
-    from engines.core.torch_private import load_compiled  # torch, which the replica of a gang does without
-
+def _load(store: Store, name: str) -> KernelBundle | None:
+    """Give PyTorch the kernels of the store. Return its bundle, None if there is none."""
     try:
-        bundle = store.read(name)
+        data = store.read(name)
         with timed("kernels: load"):
-            load_compiled(bundle)
+            bundle = KernelBundle.of_bytes(data)
+            if bundle.compiled is not None:
+                from engines.core.torch_private import load_compiled  # torch, which the replica of a gang does without
+
+                load_compiled(bundle.compiled)
     except FileNotFoundError:
-        return False
-    except Exception as error:  # a provider's client, or a bundle that PyTorch does not read
+        return None
+    except Exception as error:  # a provider's client, or a bundle that cannot be read
         logger.warning("compiled kernels of other nodes cannot be read: %s", error, extra={"kernels": name})
-        return False
-    return True
+        return None
+    return bundle
 
 
-def _save(store: Store, name: str) -> None:
+def _save(store: Store, name: str, folders: Iterable[Path]) -> None:
+    """Store what PyTorch has compiled, and the entries of Triton's cache in ``folders``, if there is any."""
     import torch
 
     try:
         made = torch.compiler.save_cache_artifacts()
-        if made is not None:
-            store.write(name, made[0])
-            logger.info("compiled kernels are stored", extra={"kernels": name, "num_bytes": len(made[0])})
+        entries = {folder.name: files for folder in sorted(folders) if (files := read_entry(folder))}
+        if made is None and not entries:
+            return
+        data = KernelBundle(compiled=None if made is None else made[0], triton=entries).to_bytes()
+        store.write(name, data)
+        facts = {"kernels": name, "num_bytes": len(data), "num_triton": len(entries)}
+        logger.info("compiled kernels are stored", extra=facts)
     except Exception as error:
         logger.warning("compiled kernels cannot be stored for other nodes: %s", error, extra={"kernels": name})
 

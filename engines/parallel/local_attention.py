@@ -63,7 +63,7 @@ def _kernel_for(device_type: str, dtype: torch.dtype) -> Kernel:
 @cache
 def _half_precision_kernel(dtype: torch.dtype) -> Kernel:
     fused = cudnn_flash if _cudnn_runs() else cuda_flash
-    return with_flash3(fused) if dtype == torch.bfloat16 else fused
+    return with_flash3(fused, plain_attention) if dtype == torch.bfloat16 else fused
 
 
 def plain_attention(
@@ -210,7 +210,11 @@ def _mask_lse(lse_BHL: Tensor, seen_BLM: Tensor | None) -> Tensor:
 
 
 def _cudnn_runs() -> bool:
-    """Return whether cuDNN attention accepts a typical call; an old cuDNN or GPU refuses it when called."""
+    """Return whether cuDNN attention accepts a typical call; an old cuDNN or GPU refuses it when called.
+
+    This is tried before any kernel is used, also where FlashAttention-3 serves most calls. The first call that it does
+    not serve may be one that ``torch.compile`` traces or a CUDA graph captures, where nothing can be tried.
+    """
     q_BHLD = torch.zeros(1, 2, 64, 64, device="cuda", dtype=torch.bfloat16)
     try:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):

@@ -8,7 +8,20 @@ from typing import Any
 
 import pytest
 
-from benchmarks.new_node import AGAIN, ALONE, COLD, FIRST, NEW, config_of, main, orders_of, parse, start_of, summary_of
+from benchmarks.new_node import (
+    AGAIN,
+    ALONE,
+    COLD,
+    FIRST,
+    NEW,
+    config_of,
+    main,
+    orders_of,
+    parse,
+    phase_table,
+    start_of,
+    summary_of,
+)
 from benchmarks.serving.settings import with_values
 from deployments.cli.configuration import config_for
 from engines.core.logs import MESSAGE
@@ -59,6 +72,28 @@ def test_the_summary_has_medians_with_and_without_weights() -> None:
         "same_bytes": True,
     }
     assert not summary_of([{**starts[0], "same_bytes": False}])["same_bytes"]
+
+
+def test_the_slowest_start_on_a_new_node_is_beside_the_median_of_warm_ones() -> None:
+    """A start without the shared cache is slower, and not looked at."""
+
+    def start(case: str, start_s: float, **phases_s: float) -> dict[str, Any]:
+        return {"case": case, "start_s": start_s, "phases_s": phases_s}
+
+    starts = [
+        *(start(AGAIN, took_s, load=took_s - 1, engine=1.0) for took_s in (6.0, 9.0, 7.0)),
+        start(NEW, 8.0, load=5.0, engine=2.5, compile=1.0),
+        start(NEW, 10.0, load=6.5, engine=3.25, compile=0.5),
+        start(ALONE, 20.0, load=6.0, engine=9.0),
+    ]
+    header, *rows = phase_table(starts).splitlines()
+    assert header.split() == ["phase,", "s", *AGAIN.split(), *NEW.split(), "difference"]
+    assert [row.split() for row in rows] == [
+        ["engine", "1.00", "3.25", "+2.25"],
+        ["load", "6.00", "6.50", "+0.50"],
+        ["compile", "0.00", "0.50", "+0.50"],
+        ["start", "7.00", "10.00", "+3.00"],
+    ]
 
 
 def test_a_gang_finds_no_room_on_the_head() -> None:

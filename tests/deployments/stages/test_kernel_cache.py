@@ -19,6 +19,7 @@ from deployments.stages import kernel_cache
 from deployments.stages.kernel_cache import shared_kernels, stage_kernels, strategies_folder
 from engines.core import torch_private
 from pipelines.size import Size
+from tests.engines.fast.support.triton_layout import install_layout
 
 MODEL = ModelConfig(name="pictures", path="flux-shapes")
 NODE = """
@@ -72,7 +73,8 @@ def test_the_first_of_a_part_stores_what_later_ones_load(place: str, bundles: Bu
 def test_encoders_and_decoders_that_compile_nothing_do_not_look(
     part: Literal["text_encoder", "decoder"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU they are captured or fused, and without ``compile`` they run as they are written."""
+    """On a GPU they are captured, and without ``compile`` they run as they are written."""
+    monkeypatch.setattr(kernel_cache, "has_triton", lambda: part == "text_encoder")
     monkeypatch.setattr(kernel_cache, "shared_store", Mock(side_effect=LookupError))
     stage = getattr(MODEL, part)
     plain, compiled = (MODEL.model_copy(update={part: replace(stage, compile=compile)}) for compile in (False, True))
@@ -81,6 +83,10 @@ def test_encoders_and_decoders_that_compile_nothing_do_not_look(
             pass
     with pytest.raises(LookupError), stage_kernels(compiled, part, "cpu"):
         pass
+    monkeypatch.setattr(kernel_cache, "has_triton", lambda: True)
+    if part == "decoder":  # its norms are kernels in Triton
+        with pytest.raises(LookupError), stage_kernels(compiled, part, "cuda:0"):
+            pass
 
 
 def test_other_settings_have_kernels_of_their_own(place: str, bundles: Bundles) -> None:
@@ -102,6 +108,47 @@ def test_a_process_that_compiles_nothing_stores_nothing(place: str, bundles: Bun
         with shared_kernels(MODEL, "decoder", "cpu"):
             pass
     assert not bundles.loaded
+
+
+@pytest.mark.parametrize("made", [None, (b"kernels", None)])
+def test_entries_of_triton_go_to_new_nodes(
+    place: str, bundles: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: tuple[bytes, Any] | None
+) -> None:
+    """PyTorch need not have compiled anything. The second node finds in its own cache what the first one wrote."""
+    layout = install_layout(monkeypatch)
+    monkeypatch.setattr(kernel_cache, "device_name", lambda device: "GPU")
+    bundles.made, key = made, "ab" * 32
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
+    with shared_kernels(MODEL, "decoder", "cuda:0"):
+        manager = layout.get_cache_manager(key)
+        manager.put_group("kernel.json", {"kernel.cubin": manager.put(b"code", "kernel.cubin")})
+    for node in ("second", "third"):
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / node))
+        with shared_kernels(MODEL, "decoder", "cuda:0"):
+            group = layout.get_cache_manager(key).get_group("kernel.json")
+        assert Path(group["kernel.cubin"]).read_bytes() == b"code"
+        assert Path(group["kernel.cubin"]).is_relative_to(tmp_path / node)
+    assert bundles.loaded == ([b"kernels"] * 2 if made else [])
+    with shared_kernels(MODEL, "decoder", "cpu"):  # where Triton is not looked at
+        pass
+    assert layout.get_cache_manager("cd" * 32).get_group("kernel.json") is None
+
+
+def test_another_triton_or_a_file_that_is_no_bundle_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundles: Bundles, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TROUPE_KERNEL_CACHE", str(tmp_path))
+    monkeypatch.setattr(kernel_cache, "device_name", lambda device: "GPU")
+    monkeypatch.setattr(kernel_cache, "has_triton", lambda: True)
+    monkeypatch.setattr(kernel_cache, "recorded_entries", Mock(side_effect=ImportError("no knobs")))
+    with shared_kernels(MODEL, "decoder", "cuda:0"):
+        pass
+    assert "kernels of Triton are not shared with other nodes: no knobs" in caplog.messages
+    (file,) = (tmp_path / "kernels").iterdir()
+    file.write_bytes(b"of an older version")
+    with shared_kernels(MODEL, "decoder", "cuda:0"):
+        pass
+    assert "compiled kernels of other nodes cannot be read: File is not a zip file" in caplog.messages
 
 
 def test_a_store_that_fails_is_a_warning(

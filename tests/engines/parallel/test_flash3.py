@@ -10,12 +10,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from engines.core.attention import Prefix
+from engines.core.tensors import relative_difference
 from engines.parallel import flash3, local_attention
 from engines.parallel.flash3 import with_flash3
 from engines.parallel.local_attention import cudnn_flash, local_kernel, plain_attention
@@ -70,13 +72,13 @@ def qkv(dim: int, heads: int = 4, key_heads: int = 2) -> list[Tensor]:
 
 
 def test_without_the_package_nothing_changes() -> None:
-    assert with_flash3(plain_attention, "cpu") is plain_attention
+    assert with_flash3(plain_attention, plain_attention, "cpu") is plain_attention
 
 
 @pytest.mark.parametrize("dim", DIMS)
 def test_heads_that_it_has_are_its_own(package: Package, caplog: pytest.LogCaptureFixture, dim: int) -> None:
     with caplog.at_level(logging.INFO):
-        kernel = with_flash3(plain_attention, "cpu")
+        kernel = with_flash3(plain_attention, plain_attention, "cpu")
     assert "attention uses FlashAttention-3 for head dims 64, 128" in caplog.text
     package.shapes.clear()
     given = qkv(dim)
@@ -88,7 +90,7 @@ def test_heads_that_it_has_are_its_own(package: Package, caplog: pytest.LogCaptu
 
 
 def test_prefixes_and_other_heads_are_not(package: Package) -> None:
-    kernel = with_flash3(plain_attention, "cpu")
+    kernel = with_flash3(plain_attention, plain_attention, "cpu")
     package.shapes.clear()
     given = qkv(128)
     mask, prefix = torch.arange(13).expand(2, 13) < 9, Prefix(torch.arange(7) + 1, torch.arange(13))
@@ -107,7 +109,7 @@ def few_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_masks_of_few_keys_are_not(package: Package) -> None:
-    kernel = with_flash3(plain_attention, "cpu")
+    kernel = with_flash3(plain_attention, plain_attention, "cpu")
     package.shapes.clear()
     given, mask = qkv(128), torch.arange(13).expand(2, 13) < 9
     assert kernel(*given, mask_BM=mask)[0].equal(plain_attention(*given, mask_BM=mask)[0])
@@ -116,7 +118,7 @@ def test_masks_of_few_keys_are_not(package: Package) -> None:
 
 @pytest.mark.usefixtures("few_are_many")
 def test_keys_that_are_attended_come_first(package: Package) -> None:
-    kernel = with_flash3(plain_attention, "cpu")
+    kernel = with_flash3(plain_attention, plain_attention, "cpu")
     package.shapes.clear()
     given, mask = qkv(128), torch.rand(2, 13, generator=torch.Generator().manual_seed(1)) > 0.5
     for value in (None, False, True):
@@ -134,7 +136,7 @@ def test_masks_are_another_kernels_where_a_number_of_keys_gives_a_wrong_answer(
     package: Package, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING):
-        kernel = with_flash3(plain_attention, "cpu")
+        kernel = with_flash3(plain_attention, plain_attention, "cpu")
     assert "FlashAttention-3 is not used for heads of 128 with a mask: answer" in caplog.text
     package.shapes.clear()
     given, mask = qkv(128), torch.arange(13).expand(2, 13) < 9
@@ -144,10 +146,35 @@ def test_masks_are_another_kernels_where_a_number_of_keys_gives_a_wrong_answer(
     assert len(package.shapes) == 1
 
 
-@pytest.mark.parametrize("package", [(1.1,)], indirect=True)
+def test_the_trial_calls_no_fallback(package: Package) -> None:
+    """CuDNN would compile a kernel for each call of the trial."""
+    fallback = Mock(side_effect=AssertionError("called"))
+    assert with_flash3(fallback, plain_attention, "cpu") is not fallback
+    assert {shape[-1] for shape in package.shapes} == set(DIMS)
+
+
+@pytest.mark.parametrize("dim", flash3.HEAD_DIMS)
+@pytest.mark.parametrize("is_masked", [False, True])
+def test_rounded_probabilities_are_well_within_the_bound(dim: int, is_masked: bool) -> None:
+    """FlashAttention-3 rounds probabilities and the answer to bfloat16; the exact answer is in float64."""
+    inputs, mask_BM, _ = flash3.trial_call(dim, "cpu", is_masked)
+    q_HLD, k_HMD, v_HMD = (x[0].transpose(0, 1).double() for x in inputs)
+    scores_HLM = q_HLD @ k_HMD.mT / dim**0.5
+    if mask_BM is not None:
+        scores_HLM = scores_HLM.masked_fill(~mask_BM, -torch.inf)
+    exact = scores_HLM.softmax(-1) @ v_HMD
+    unscaled = (scores_HLM - scores_HLM.amax(-1, keepdim=True)).exp()
+    rounded = (unscaled.bfloat16().double() @ v_HMD / unscaled.sum(-1, keepdim=True)).bfloat16()
+    assert 1e-3 < relative_difference(rounded, exact) < 0.4 * flash3.MAX_ERROR
+    plain_BLHD, lse_BHL = plain_attention(*(x.float() for x in inputs), mask_BM=mask_BM)
+    assert relative_difference(plain_BLHD[0].transpose(0, 1), exact) < 1e-5
+    assert relative_difference(lse_BHL[0], scores_HLM.logsumexp(-1)) < 1e-5
+
+
+@pytest.mark.parametrize("package", [(1.1,), (1.015,)], indirect=True)
 def test_a_wrong_answer_is_told_and_not_used(package: Package, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        assert with_flash3(plain_attention, "cpu") is plain_attention
+        assert with_flash3(plain_attention, plain_attention, "cpu") is plain_attention
     assert "FlashAttention-3 is not used for heads of 128: answer" in caplog.text
 
 
@@ -159,7 +186,7 @@ def test_a_library_for_another_pytorch_is_told(
 
     monkeypatch.setattr(importlib, "import_module", refuse)
     with caplog.at_level(logging.WARNING):
-        assert with_flash3(plain_attention, "cpu") is plain_attention
+        assert with_flash3(plain_attention, plain_attention, "cpu") is plain_attention
     assert "is not used: it is installed but cannot be loaded: undefined symbol" in caplog.text
 
 
@@ -173,7 +200,7 @@ def test_other_gpus_than_hopper(
 
 def test_the_sequence_of_random_numbers_goes_on(package: Package) -> None:
     before = torch.get_rng_state()
-    with_flash3(plain_attention, "cpu")
+    with_flash3(plain_attention, plain_attention, "cpu")
     assert torch.get_rng_state().equal(before)
 
 
@@ -222,7 +249,9 @@ def test_threads_get_the_same_kernel_which_is_chosen_once(monkeypatch: pytest.Mo
         return True
 
     monkeypatch.setattr(local_attention, "_cudnn_runs", cudnn_runs)
-    monkeypatch.setattr(local_attention, "with_flash3", lambda fallback: lambda *call, **more: fallback(*call, **more))
+    monkeypatch.setattr(
+        local_attention, "with_flash3", lambda fallback, _: lambda *call, **more: fallback(*call, **more)
+    )
     caches = (local_attention._kernel_for, local_attention._half_precision_kernel)
     for cached in caches:
         cached.cache_clear()
