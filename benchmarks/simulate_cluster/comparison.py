@@ -100,8 +100,9 @@ class Run:
     num_starts: int
 
     def after(self, at_s: float, num_requests: int) -> Run:
-        """Return the part after ``at_s``, when no gang is there and ``num_requests`` are done."""
-        moments = [(at_s, 0, 0), *(one for one in self.moments if one[0] > at_s)]
+        """Return the part after ``at_s``, when ``num_requests`` are done. Starts are those that end in it."""
+        _, num_gangs, num_nodes = max(one for one in self.moments if one[0] <= at_s)
+        moments = [(at_s, num_gangs, num_nodes), *(one for one in self.moments if one[0] > at_s)]
         return Run(
             latencies_s=self.latencies_s[num_requests:],
             moments=moments,

@@ -47,8 +47,8 @@ EVENT = re.compile(
     r".*?\)( started successfully| \(currently)?"
 )
 """A line of Serve's controller about a replica."""
-FIRST = ("short", "short", "long", "short")
-"""Classes of the first requests. The last two show what a picture takes."""
+FIRST = ("short", "short")
+"""Classes of the first requests. The second shows what a picture takes."""
 END_S = 120.0
 """Time for gangs without work to end."""
 
