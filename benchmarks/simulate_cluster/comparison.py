@@ -151,12 +151,12 @@ def simulated(arrivals: Sequence[Arrival], times: Mapping[str, Any], setting: Se
 def step_times(outcomes: Sequence[Outcome], steps: Mapping[str, int]) -> dict[str, Any]:
     """Return the measured times: of a step by kind, and beside the steps of a request.
 
-    Steps count with the gaps between them, which jobs that nothing overtakes show.
+    Steps count with the gaps between them, which jobs that nothing overtakes show: "gap" is the ratio to steps alone.
     """
     gap = median(one.stages_ms["denoise"] / 1e3 / one.gpu_s for one in outcomes)
     step_s = {name: gap * median(one.gpu_s for one in outcomes if one.name == name) / steps[name] for name in steps}
     beside_s = median(one.latency_s - (one.stages_ms["queue"] + one.stages_ms["denoise"]) / 1e3 for one in outcomes)
-    return {"step_s": step_s, "beside_s": beside_s}
+    return {"step_s": step_s, "beside_s": beside_s, "gap": gap}
 
 
 def changes(moments: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, int]]:

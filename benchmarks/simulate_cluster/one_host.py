@@ -111,12 +111,10 @@ def measured(application: Application, setting: Setting, arguments: argparse.Nam
     """Send all requests, wait until all gangs are gone, and simulate the same."""
     begin_s, url = time.time(), application.url
     first = list(first_requests(url, setting, begin_s))
-    lone_s = {one.name: one.latency_s for _, one in first}
-    tell(
-        f"ready after {application.ready_s:.0f} s, the first request after {first[0][1].latency_s:.1f}; lone: {lone_s}"
-    )
+    cold_s, lone_s = (one.latency_s for _, one in first)
+    tell(f"ready after {application.ready_s:.0f} s, first request after {cold_s:.1f}, the same again {lone_s:.2f}")
     await_none(application)
-    mean_s = setting.mix.mean(lone_s)
+    mean_s = lone_s / setting.steps[FIRST[-1]] * setting.mix.mean(setting.steps)
     wave = waves(
         setting.mix, mean_s, num=1, wave_s=arguments.wave_s, pause_s=0.0, load=arguments.load, seed=arguments.seed
     )
