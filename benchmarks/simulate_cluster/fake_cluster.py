@@ -10,20 +10,13 @@ and starts. The last line is one JSON document with both and their ratios.
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
-import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
-from random import Random
-from statistics import fmean, median
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import Any
@@ -32,14 +25,25 @@ import httpx
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # read when Ray is imported
 
-from benchmarks.load.client import Outcome, send_all
-from benchmarks.load.mix import Arrival, Mix, RequestClass
+from benchmarks.load.client import Outcome
+from benchmarks.load.mix import Arrival
 from benchmarks.serving.fake_nodes import FakeCluster, fake_cluster
 from benchmarks.serving.known_steps import BUILD_APP, STEP_S
 from benchmarks.serving.nodes import HOST, ROOT
-from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec
-from benchmarks.simulate_cluster.replicas import Picture
-from benchmarks.simulate_cluster.strategies import ByWork, Observed
+from benchmarks.simulate_cluster.comparison import (
+    LOOK_EVERY_S,
+    Comparison,
+    Run,
+    Setting,
+    await_true,
+    print_comparison,
+    scaling_of,
+    sent,
+    simulated,
+    step_times,
+    two_lengths,
+    waves,
+)
 from deployments.cli.serving import parse_config, reserved_port
 from deployments.forked_workers import forking_cluster
 from engines.gang.autoscaling import ScalingRules
@@ -47,18 +51,12 @@ from engines.gang.autoscaling import ScalingRules
 RECORDED = Path(__file__).parent / "traces"
 """Folder of the last lines of runs."""
 MODEL, GANGS = "pictures", "Denoiser-pictures"
-BODY = {"model": MODEL, "prompt": "a red circle"}
-MIX = Mix(
-    classes=(
-        RequestClass(name="short", share=70, body={**BODY, "size": "64x64", "num_inference_steps": 12}),
-        RequestClass(name="long", share=30, body={**BODY, "size": "64x64", "num_inference_steps": 36}),
-    )
+SETTING = Setting(
+    mix=two_lengths(12, model=MODEL, prompt="a red circle", size="64x64"),
+    rules=ScalingRules(target_wait_s=3.0, min_gangs=0, max_gangs=3, idle_s=5.0),
 )
-STEPS = {one.name: int(one.body["num_inference_steps"]) for one in MIX.classes}
-RULES = ScalingRules(target_wait_s=3.0, min_gangs=0, max_gangs=3, idle_s=5.0)
 IDLE_TIMEOUT_S = 5.0
 """A node without work ends after so long."""
-LOOK_EVERY_S = 0.5
 READY_S, END_S = 60.0, 180.0
 """Time for the application to start, and for gangs and nodes to go."""
 PAUSE_S = 90.0
@@ -139,8 +137,7 @@ def recorded(cluster: FakeCluster) -> Iterator[Recording]:
 @contextmanager
 def running_cluster() -> Iterator[tuple[FakeCluster, str]]:
     """Yield a cluster without gangs that has the model, and its URL."""
-    scaling: dict[str, float] = {"min_replicas": RULES.min_gangs, "max_replicas": RULES.max_gangs}
-    scaling |= {"target_wait_s": RULES.target_wait_s, "idle_s": RULES.idle_s}
+    scaling = scaling_of(SETTING.rules)
     # A gang for each node of the type gpu4.
     gang = {"num_ranks": 1, "cpus_per_rank": 40, "engine": "torch", "ping_deadline_s": 30.0, "autoscaling": scaling}
     path = str(ROOT / "pipelines" / "checkpoints" / "flux-shapes")
@@ -166,55 +163,11 @@ def _is_healthy(url: str) -> bool:
     return False
 
 
-def await_true(holds: Callable[[], bool], error: str, within_s: float) -> None:
-    """Look every ``LOOK_EVERY_S`` until ``holds``. Raise ``TimeoutError`` with ``error`` after ``within_s``."""
-    end_s = time.monotonic() + within_s
-    while not holds():
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"{error} within {within_s:g} s")
-        time.sleep(LOOK_EVERY_S)
-
-
-def sent(url: str, arrivals: Sequence[Arrival]) -> list[Outcome]:
-    """Send each at its time, from a thread of its own: a notebook's has a loop already."""
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(lambda: asyncio.run(send_all(url, arrivals, {}))).result()
-
-
 def trace(num_waves: int, wave_s: float, load: float, seed: int) -> list[Arrival]:
-    """Return a first request, and Poisson arrivals in waves whose middle keeps ``load`` gangs busy."""
-    arrivals = [Arrival(at_s=FIRST_S, kind=MIX.classes[0], seed=0)]
-    random, at_s, mean_s = Random(seed), 0.0, STEP_S * MIX.mean(STEPS)
-    while (at_s := at_s + random.expovariate(load / mean_s)) < num_waves * (PAUSE_S + wave_s):
-        into_s = at_s % (PAUSE_S + wave_s) - PAUSE_S
-        if random.random() < (math.sin(math.pi * into_s / wave_s) ** 2 if into_s > 0 else 0.0):
-            arrivals.append(Arrival(at_s=at_s, kind=MIX.drawn(random), seed=len(arrivals)))
-    return arrivals
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    """A run under the load, in the cluster or in the simulation."""
-
-    latencies_s: Sequence[float]
-    moments: Sequence[tuple[float, int, int]]
-    num_starts: int
-
-    def figures(self) -> dict[str, float]:
-        """Return what is compared."""
-        gangs_s, nodes_s = (self._sum_s(column) for column in (1, 2))
-        ordered = sorted(self.latencies_s)
-        return {
-            "mean_latency_s": fmean(ordered),
-            "p90_latency_s": ordered[int(0.9 * len(ordered))],
-            "gang_s": gangs_s,
-            "node_s": nodes_s,
-            "num_starts": self.num_starts,
-            "most_gangs": max(num for _, num, _ in self.moments),
-        }
-
-    def _sum_s(self, column: int) -> float:
-        return sum(one[column] * (later[0] - one[0]) for one, later in pairwise(self.moments))
+    """Return a first request, and those of waves."""
+    mean_s = STEP_S * SETTING.mix.mean(SETTING.steps)
+    first = Arrival(at_s=FIRST_S, kind=SETTING.mix.classes[0], seed=0)
+    return [first, *waves(SETTING.mix, mean_s, num=num_waves, wave_s=wave_s, pause_s=PAUSE_S, load=load, seed=seed)]
 
 
 def measured(cluster: FakeCluster, url: str, arrivals: Sequence[Arrival]) -> tuple[Recording, list[Outcome]]:
@@ -222,78 +175,7 @@ def measured(cluster: FakeCluster, url: str, arrivals: Sequence[Arrival]) -> tup
     with recorded(cluster) as recording:
         outcomes = sent(url, arrivals)
         await_true(lambda: recording.moments[-1][1:] == (0, 0), "nodes are left", END_S)
-    if not all(one.is_right for one in outcomes):
-        raise RuntimeError(f"requests failed: {[one.status for one in outcomes]}")
     return recording, outcomes
-
-
-def simulated(arrivals: Sequence[Arrival], times: Mapping[str, Any]) -> Run:
-    """Return the run of the simulation with measured times."""
-    spec = ClusterSpec(
-        num_gpus=RULES.max_gangs,
-        gpus_per_node=1,
-        num_ranks=1,
-        node_starts_s=times["node_starts_s"],
-        gang_starts_s=times["gang_starts_s"],
-        node_idle_s=times["node_idle_s"],
-        failures_per_gpu_hour=0.0,
-        min_gangs=RULES.min_gangs,
-        measured_step_s=times["step_s"],
-    )
-    strategy = Observed(ByWork(RULES))
-    cluster = Cluster(spec, strategy)
-    pictures = [Picture(one.at_s, one.kind.name, STEPS[one.kind.name]) for one in arrivals]
-    cluster.run(pictures, warm_gangs=0)
-    latencies_s = [latency_s + times["beside_s"] for latency_s in cluster.latencies_s]
-    return Run(latencies_s=latencies_s, moments=strategy.moments, num_starts=cluster.num_starts)
-
-
-def times_of(recording: Recording, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    """Return the measured times: of a step by kind, of starts, and beside the steps of a request.
-
-    Steps count with the gaps between them, which jobs that nothing overtakes show.
-    """
-    gap = median(one.stages_ms["denoise"] / 1e3 / one.gpu_s for one in outcomes)
-    step_s = {name: gap * median(one.gpu_s for one in outcomes if one.name == name) / STEPS[name] for name in STEPS}
-    beside_s = median(one.latency_s - (one.stages_ms["queue"] + one.stages_ms["denoise"]) / 1e3 for one in outcomes)
-    return {"step_s": step_s, "beside_s": beside_s, **recording.starts()}
-
-
-def changes(moments: Sequence[tuple[float, int, int]]) -> list[tuple[float, int, int]]:
-    """Return the moments that differ from the one before, and the last one."""
-    return [
-        one for one, before in zip(moments, [None, *moments], strict=False) if before is None or one[1:] != before[1:]
-    ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """A run of the cluster and its simulation."""
-
-    arrivals: Sequence[Arrival]
-    times: Mapping[str, Any]
-    real: Run
-    simulated: Run
-
-    @property
-    def latencies_s(self) -> list[tuple[float, str, float]]:
-        """Arrival, kind and latency of each request of the cluster."""
-        return [
-            (one.at_s, one.kind.name, latency_s)
-            for one, latency_s in zip(self.arrivals, self.real.latencies_s, strict=True)
-        ]
-
-    def document(self) -> dict[str, Any]:
-        """Return what was measured, figures of both runs and their ratios, as JSON values."""
-        real, simulation = self.real.figures(), self.simulated.figures()
-        return {
-            "latencies_s": self.latencies_s,
-            "moments": changes(self.real.moments),
-            "times": dict(self.times),
-            "real": real,
-            "simulated": simulation,
-            "ratio": {name: value / real[name] for name, value in simulation.items()},
-        }
 
 
 def compare(num_waves: int, wave_s: float, load: float, seed: int) -> Comparison:
@@ -301,18 +183,13 @@ def compare(num_waves: int, wave_s: float, load: float, seed: int) -> Comparison
     arrivals = trace(num_waves, wave_s, load, seed)
     with running_cluster() as (cluster, url):
         recording, outcomes = measured(cluster, url, arrivals)
-    times = times_of(recording, outcomes)
+    times = {**step_times(outcomes, SETTING.steps), **recording.starts()}
     real = Run(
         latencies_s=[one.latency_s for one in outcomes],
         moments=recording.moments,
         num_starts=sum(gang.ready_s is not None for gang in recording.gangs.values()),
     )
-    return Comparison(
-        arrivals=arrivals,
-        times=times,
-        real=real,
-        simulated=simulated(arrivals, times),
-    )
+    return Comparison(arrivals=arrivals, times=times, real=real, simulated=simulated(arrivals, times, SETTING))
 
 
 def main() -> None:
@@ -323,10 +200,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     document = compare(arguments.waves, arguments.wave_s, arguments.load, arguments.seed).document()
-    for name in document["ratio"]:
-        real, simulation, ratio = (document[one][name] for one in ("real", "simulated", "ratio"))
-        print(f"{name:16} {real:9.3f} in the cluster, {simulation:9.3f} simulated: {ratio:.2f}", file=sys.stderr)
-    print(json.dumps({**vars(arguments), **document}))
+    print_comparison(arguments, document)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,8 @@ import pytest
 from benchmarks.load.mix import Arrival
 from benchmarks.serving.fake_nodes import FakeCluster
 from benchmarks.serving.known_steps import STEP_S
-from benchmarks.simulate_cluster.fake_cluster import (
-    FIRST_S,
-    MIX,
-    PAUSE_S,
-    RECORDED,
-    STEPS,
-    Recording,
-    Run,
-    compare,
-    simulated,
-    trace,
-)
+from benchmarks.simulate_cluster.comparison import Run, simulated
+from benchmarks.simulate_cluster.fake_cluster import FIRST_S, PAUSE_S, RECORDED, SETTING, Recording, compare, trace
 
 COMPARED = ("mean_latency_s", "p90_latency_s", "gang_s", "node_s")
 
@@ -36,8 +26,8 @@ def recorded(name: str) -> dict[str, Any]:
 def test_the_simulation_agrees_with_a_recorded_run_of_a_real_cluster(name: str, most_gangs: int) -> None:
     """Within 15 % on the same arrivals, with the measured times of steps and starts."""
     document = recorded(name)
-    arrivals = [Arrival(at_s=at_s, kind=MIX.named(kind), seed=0) for at_s, kind, _ in document["latencies_s"]]
-    figures = simulated(arrivals, document["times"]).figures()
+    arrivals = [Arrival(at_s=at_s, kind=SETTING.mix.named(kind), seed=0) for at_s, kind, _ in document["latencies_s"]]
+    figures = simulated(arrivals, document["times"], SETTING).figures()
     assert document["real"]["most_gangs"] >= most_gangs
     for figure in COMPARED:
         assert figures[figure] == pytest.approx(document["real"][figure], rel=0.15), figure
@@ -53,7 +43,7 @@ def test_the_simulation_agrees_with_a_sparse_wave_of_a_real_cluster() -> None:
 
 
 def test_waves_rise_and_fall_with_pauses_before_them() -> None:
-    num_waves, wave_s, mean_s = 200, 100.0, STEP_S * MIX.mean(STEPS)
+    num_waves, wave_s, mean_s = 200, 100.0, STEP_S * SETTING.mix.mean(SETTING.steps)
     first, *arrivals = trace(num_waves, wave_s, load=1.5, seed=1)
     assert [first, *arrivals] == trace(num_waves, wave_s, load=1.5, seed=1)
     assert first.at_s == FIRST_S
