@@ -91,8 +91,7 @@ def maker(client: Client, kinds: Mapping[str, str], arguments: argparse.Namespac
 
     def make(model: str) -> tuple[bytes, float]:
         begun_s = time.perf_counter()
-        is_clip = kinds[model] == "video"
-        answer = client.film(model=model, **steps, **of_clips) if is_clip else client.paint(model=model, **steps)
+        answer = client.make(kinds[model], model=model, **steps, **(of_clips if kinds[model] == "video" else {}))
         return data_of(answer), time.perf_counter() - begun_s
 
     return make
