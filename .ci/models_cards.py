@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from models_facts import REPORTS, of_gpus, replaced, swept, table
+from models_facts import REPORTS, grid, of_gpus, replaced, swept
 
 from benchmarks.sweep.card_sizes import CARDS, Card
 from benchmarks.sweep.kept import ERROR, Kept, Result
@@ -193,16 +193,16 @@ def seen_table() -> str:
         "of\nthe card. The prediction is for a prompt that the encoder has not seen.\n"
         "Results: `benchmarks/reports/cards.jsonl`.*"
     )
-    return f"\n{table(SEEN_COLUMNS, rows)}\n{said}\n"
+    return f"\n{grid(SEEN_COLUMNS.split('|'), rows)}\n{said}\n"
 
 
 def document(written: str) -> str:
     """Return ``written`` with its tables made anew."""
-    fits = table(("model", "GiB estimated", *(f"{card.gb} GB" for card in CARDS)), map(row, published_models()))
+    fits = grid(("model", "GiB estimated", *(f"{card.gb} GB" for card in CARDS)), map(row, published_models()))
     columns = ("model", "GPU", "estimated, GiB", "held at most, GiB", "held by estimated")
-    savings = table(("model", *(f"{card.gb} GB" for card in SMALL_CARDS)), savings_rows())
+    savings = grid(("model", *(f"{card.gb} GB" for card in SMALL_CARDS)), savings_rows())
     written = replaced(written, "savings", savings + seen_table())
-    return replaced(written, "cards", f"{fits}\n{table(columns, held())}")
+    return replaced(written, "cards", f"{fits}\n{grid(columns, held())}")
 
 
 if __name__ == "__main__":

@@ -7,19 +7,21 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import diffusers
 from diffusers.modular_pipelines.modular_pipeline import LoopSequentialPipelineBlocks
 from models_facts import (
+    DATA,
     ERROR,
     NOT_FOUND,
-    UNPUBLISHED,
     beyond,
+    cells,
     counted,
+    grid,
     licence_of,
     replaced,
     seen,
@@ -28,7 +30,7 @@ from models_facts import (
     table,
     timed,
 )
-from models_proofs import USE_COLUMNS, built, proofs, use_row
+from models_proofs import CLIP_MARKS, CONTROL_MARKS, built, marked, proofs, uses, without_offload
 
 from engines.core.shard_plan import ShardPlan
 from engines.core.spec import STRATEGIES
@@ -43,58 +45,22 @@ from pipelines.models.spec import LazyFunction
 ROOT = Path(__file__).parents[1]
 OUT, README = ROOT / "docs" / "reference" / "models.md", ROOT / "README.md"
 CONTEXT = ("ulysses", "ring", "allgather_kv", "hybrid")
-COLUMNS = "pipeline|transformer|family|from what to what|declared beyond|strategies|once a job|models|licence|proved by"
-MODEL_COLUMNS = "model|pipeline|parameters|whole|tensor 2|tensor 4|pipeline 2|pipeline 4|timed|seen on a GPU|licence"
 README_COLUMNS = ("models", "from what to what", "divided by")
 MODULAR = "ModularPipeline"
-UNCAPTURED = " (not captured)"
-"""Follows `tensor`, the last of the strategies."""
-FAMILIES = {
-    "flux": "FLUX.1 dev, schnell, Kontext",
-    "flux2": "FLUX.2 dev, klein",
-    "flux3": "FLUX.3 klein",
-    "qwen": "Qwen-Image, -Edit, -Layered, 2.1",
-    "z_image": "Z-Image, Z-Image-Turbo",
-    "krea2": "Krea 2",
-    "ernie_image": "ERNIE-Image",
-    "ideogram4": "Ideogram 4",
-    "sd3": "Stable Diffusion 3, 3.5",
-    "wan": "Wan 2.1, 2.2",
-    "hunyuan_video": "HunyuanVideo 1.5",
-    "ltx": "LTX-Video",
-    "ltx2": "LTX-2",
-    "cosmos": "Cosmos 3",
-    "minimax_h3": "MiniMax-H3",
-    "helios": "Helios",
-    "wan_animate2": "Wan Animate 2",
-    "wan_vace": "Wan VACE",
-}
-"""Titles of families. A key is a `ModelSpec.family`."""
-OTHERS = {"StableDiffusionXL": "Stable Diffusion XL", "Anima": "Anima"}
-"""Titles of pipelines without a family. A key is the beginning of their names."""
+FAMILIES, OTHERS = DATA["families"], DATA["others"]
 NOT_TRIED = "not tried: no model of it is here"
 """Cell of a pipeline without a model here."""
 
 
 def document(written: str) -> str:
     """Return docs/reference/models.md with its tables made anew."""
-    models = table(MODEL_COLUMNS, map(model_row, published_models()))
-    return replaced(with_pipelines(written), "published models", models)
+    return replaced(with_pipelines(written), "published models", table(MODEL_COLUMNS, published_models()))
 
 
 def with_pipelines(written: str) -> str:
     """Make all but the table of published models, whose weights take long to count."""
-    uses = table(USE_COLUMNS, use_rows())
-    return replaced(replaced(written, "uses", uses), "pipelines", table(COLUMNS, filter(None, map(row, names()))))
-
-
-def use_rows() -> Iterator[tuple[str, ...]]:
-    """Yield the rows of families, and of pipelines without one, by their titles."""
-    titles = {name: FAMILIES.get(family_of(name)) or title_of(name) for name in names()}
-    for title in dict.fromkeys((*FAMILIES.values(), *OTHERS.values())):
-        members = frozenset(name for name in names() if titles[name] == title)
-        models = [model for model in published_models() if pipeline_of(model) in members]
-        yield use_row(title, members, models, [one for name in members for one in defaults_of(name)])
+    titles = (*FAMILIES.values(), *OTHERS.values())
+    return replaced(replaced(written, "uses", table(USE_COLUMNS, titles)), "pipelines", table(COLUMNS, names()))
 
 
 @cache
@@ -120,7 +86,7 @@ def transformer_of(name: str) -> Any:
     except ValueError:
         return None
     parts = loop_of(denoise).expected_components  # blocks before it may name another class
-    return next(spec.type_hint for spec in parts if is_denoiser(spec.name))
+    return next(spec.type_hint for spec in parts if {"transformer", "unet"} & set(spec.name.split("_")))
 
 
 def loop_of(block: Any) -> Any:
@@ -130,41 +96,32 @@ def loop_of(block: Any) -> Any:
     return next(filter(None, map(loop_of, block.sub_blocks.values())), None)
 
 
-def is_denoiser(name: str) -> bool:
-    return bool({"transformer", "unet"} & set(name.split("_")))
+def models_of(name: str) -> list[str]:
+    return [model for model in published_models() if pipeline_of(model) == name]
 
 
-def row(name: str) -> tuple[str, ...]:
-    kind = transformer_of(name)
-    ways_of = strategies(kind)
-    hoisted = load_spec(kind.__name__).hoisted
-    once = once_a_job(hoisted.target) if isinstance(hoisted, LazyFunction) else "—"
-    models = [model for model in published_models() if pipeline_of(model) == name]
-    return (
-        f"`{shown(name)}`",
-        f"`{kind.__name__}`",
-        family_of(name) or "—",
-        ", ".join(served(defaults_of(name))) or "—",
-        ", ".join(beyond(workflows(name), served(defaults_of(name)))) or "—",
-        ways_of + (UNCAPTURED if is_uncaptured(kind) else ""),
-        once,
-        ", ".join(models) or "—",
-        ", ".join(dict.fromkeys(map(licence_of, models or [UNPUBLISHED.get(shown(name), NOT_FOUND)]))),
-        ", ".join(str(proof.on_one_rank() if ways_of == "one rank" else proof) for proof in proofs().get(name, ()))
-        or "—",
-    )
+def once(words: Iterable[str]) -> str:
+    return ", ".join(dict.fromkeys(words))
 
 
-def once_a_job(hoist: Any) -> str:
-    """Return what ``hoist`` returns, by the first sentence of its docstring."""
-    sentence = (inspect.getdoc(hoist) or "").split(".")[0].removeprefix("Return ")
+def proved_by(name: str) -> str:
+    is_alone = strategies(transformer_of(name)) == "one rank"
+    return ", ".join(str(proof.on_one_rank() if is_alone else proof) for proof in proofs().get(name, ()))
+
+
+def once_a_job(name: str) -> str:
+    """Return what a spec's ``hoisted`` returns, by the first sentence of its docstring."""
+    hoisted = load_spec(transformer_of(name).__name__).hoisted
+    if not isinstance(hoisted, LazyFunction):
+        return ""
+    sentence = (inspect.getdoc(hoisted.target) or "").split(".")[0].removeprefix("Return ")
     return sentence[:1].upper() + sentence[1:]
 
 
 @cache
 def defaults_of(name: str) -> tuple[Defaults, ...]:
     """Return those of a pipeline's published models, or of the small ones that tests build."""
-    models = [Checkpoint.of_configuration(model) for model in published_models() if pipeline_of(model) == name]
+    models = list(map(Checkpoint.of_configuration, models_of(name)))
     flows = (str(ModelSource(base=str(one.path), workflow=flow)) for one in models for flow in one.spec.workflows)
     published = tuple(one.defaults for one in (*models, *map(Checkpoint.of_configuration, flows)))
     return published or tuple(one.defaults for one in built() if one.pipeline == name)
@@ -217,34 +174,6 @@ def pipeline_of(model: str) -> str:
     return type(open_modular(PUBLISHED / model)).__name__
 
 
-def model_row(name: str) -> tuple[str, ...]:
-    number, shares = counted(name)
-    size = f"{number / 1e9:.1f} B"
-    return name, f"`{shown(pipeline_of(name))}`", size, *shares, timed(name) or "—", seen(name), licence_of(name)
-
-
-def readme(written: str) -> str:
-    """Return README with its table of models made anew."""
-    return replaced(written, "models", table(README_COLUMNS, families()))
-
-
-def families() -> Iterator[tuple[str, ...]]:
-    """Yield a row for each family, and one for all other pipelines of which requests may ask the same."""
-    for family, title in FAMILIES.items():
-        members = [name for name in names() if family_of(name) == family]
-        assert members, f"no pipeline of family {family}"
-        known = {way for name in members for way in strategies(transformer_of(name)).split(", ")}
-        words = ", ".join(in_words(members)) + remark(members)
-        yield title, words, ", ".join(way for way in STRATEGIES if way in known - {"hybrid"})
-    rows: dict[str, list[str]] = {}
-    for name in names():
-        if not family_of(name):
-            rows.setdefault(", ".join(in_words([name])) or NOT_TRIED, []).append(name)
-    for words, members in rows.items():
-        words += "" if words == NOT_TRIED else remark(members)
-        yield ", ".join(dict.fromkeys(map(title_of, members))), words, "one rank a gang"
-
-
 def remark(members: Iterable[str]) -> str:
     """Return what the cell of these pipelines says if none of their models was seen on a GPU."""
     return "" if any(map(ran_on_a_gpu, members)) else "; not seen on a GPU"
@@ -252,8 +181,7 @@ def remark(members: Iterable[str]) -> str:
 
 def ran_on_a_gpu(name: str) -> bool:
     """Return whether a published model of the pipeline was seen on a GPU."""
-    models = {model for model in published_models() if pipeline_of(model) == name}
-    return any(one["model"] in models and ERROR not in one for one in swept())
+    return any(one["model"] in models_of(name) and ERROR not in one for one in swept())
 
 
 def title_of(name: str) -> str:
@@ -261,8 +189,103 @@ def title_of(name: str) -> str:
     return title
 
 
-def in_words(members: list[str]) -> list[str]:
+def in_words(members: Iterable[str]) -> list[str]:
     return served(one for name in members for one in defaults_of(name))
+
+
+@cache
+def members_of(title: str) -> tuple[str, ...]:
+    """Return the pipelines of a family, or those without one, by their title."""
+    return tuple(name for name in names() if (FAMILIES.get(family_of(name)) or title_of(name)) == title)
+
+
+def checkpoints_of(title: str) -> list[Checkpoint]:
+    return [
+        Checkpoint.of_configuration(model) for model in published_models() if pipeline_of(model) in members_of(title)
+    ]
+
+
+def files_of(use: str, title: str) -> str:
+    return in_code(file for file, compared in uses()[use].items() if compared & set(members_of(title)))
+
+
+def in_code(files: Iterable[str]) -> str:
+    return ", ".join(f"`{file}`" for file in files) or "untested"
+
+
+def recipes_of(title: str) -> str:
+    known = once(name for one in checkpoints_of(title) for name in one.spec.recipes(one.path))
+    return known and f"{known}: `../deployments/requests/test_recipes.py`"
+
+
+def takes_clips(title: str) -> bool:
+    return any(one.max_video_frames > 0 for name in members_of(title) for one in defaults_of(name))
+
+
+def takes_control(title: str) -> bool:
+    """Return whether a class of a model names a control network, which may lie apart from it."""
+    return any(one.spec.control_part for one in checkpoints_of(title))
+
+
+COLUMNS: dict[str, Callable[[str], str]] = {
+    "pipeline": lambda name: f"`{shown(name)}`",
+    "transformer": lambda name: f"`{transformer_of(name).__name__}`",
+    "family": lambda name: family_of(name),
+    "from what to what": lambda name: ", ".join(in_words([name])),
+    "declared beyond": lambda name: ", ".join(beyond(workflows(name), in_words([name]))),
+    "strategies": lambda name: (
+        strategies(transformer_of(name)) + " (not captured)" * is_uncaptured(transformer_of(name))
+    ),
+    "once a job": once_a_job,
+    "models": lambda name: ", ".join(models_of(name)),
+    "licence": lambda name: once(map(licence_of, models_of(name) or [DATA["unpublished"].get(shown(name), NOT_FOUND)])),
+    "proved by": proved_by,
+}
+"""Cells by column; a row is a modular pipeline."""
+USE_COLUMNS: dict[str, Callable[[str], str]] = {
+    "models": str,
+    "recipes": recipes_of,
+    "clip along": lambda title: in_code(marked(members_of(title), CLIP_MARKS)) if takes_clips(title) else "",
+    "control picture": lambda title: in_code(marked(members_of(title), CONTROL_MARKS)) if takes_control(title) else "",
+    **{use: partial(files_of, use) for use in ("adapters", "at run time", "quantised files")},
+    "blocks in host memory": lambda title: (
+        "" if without_offload() & set(members_of(title)) else files_of("blocks in host memory", title)
+    ),
+}
+"""Cells by column; a row is a family, or a pipeline without one, by its title."""
+SHARES = ("whole", "tensor 2", "tensor 4", "pipeline 2", "pipeline 4")
+MODEL_COLUMNS: dict[str, Callable[[str], str]] = {
+    "model": str,
+    "pipeline": lambda model: f"`{shown(pipeline_of(model))}`",
+    "parameters": lambda model: f"{counted(model)[0] / 1e9:.1f} B",
+    **{share: lambda model, i=i: counted(model)[1][i] for i, share in enumerate(SHARES)},
+    "timed": timed,
+    "seen on a GPU": seen,
+    "licence": licence_of,
+}
+"""Cells by column; a row is a published model."""
+row = partial(cells, COLUMNS)
+
+
+def readme(written: str) -> str:
+    """Return README with its table of models made anew."""
+    return replaced(written, "models", grid(README_COLUMNS, families()))
+
+
+def families() -> Iterator[tuple[str, ...]]:
+    """Yield a row for each family, and one for all other pipelines of which requests may ask the same."""
+    for title in FAMILIES.values():
+        members = members_of(title)
+        assert members, f"no pipeline of {title}"
+        known = {way for name in members for way in strategies(transformer_of(name)).split(", ")}
+        words = ", ".join(in_words(members)) + remark(members)
+        yield title, words, ", ".join(way for way in STRATEGIES if way in known - {"hybrid"})
+    rows: dict[str, list[str]] = {}
+    for name in (name for name in names() if not family_of(name)):
+        rows.setdefault(", ".join(in_words([name])) or NOT_TRIED, []).append(name)
+    for words, members in rows.items():
+        words += "" if words == NOT_TRIED else remark(members)
+        yield once(map(title_of, members)), words, "one rank a gang"
 
 
 if __name__ == "__main__":

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
+import yaml
 from torch import nn
 
 from benchmarks.sweep.kept import DECODE_ERROR, ERROR, Kept, Result
@@ -17,36 +19,17 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.loading import PUBLISHED
 
+T = TypeVar("T")
+NONE = "—"
+"""An empty cell."""
 NOT_FOUND = "see its page"
-LICENCES = {
-    "Apache-2.0": "ERNIE-Image FLUX.1-schnell FLUX.2-klein-4B Helios Qwen-Image Wan2 Z-Image",
-    "FLUX.1 [dev] Non-Commercial License": "FLUX.1-dev FLUX.1-Kontext-dev",
-    "FLUX Non-Commercial License": "FLUX.2-dev FLUX.2-klein-9B",
-    "FLUX Kommunity License": "flux-3-image-klein",
-    "Tencent Hunyuan Community License": "HunyuanVideo-1.5",
-    "OpenMDW-1.1": "Cosmos3",
-    "Krea 2 Community License": "Krea-2",
-    "LTX-2 Community License": "LTX-2",
-    "LTX-2.x Community License": "LTX-2.5",
-    "LTXV Open Weights License": "LTX-Video",
-    "MiniMax H3 Community License": "MiniMax-H3",
-    "Qwen Research License": "Qwen-Image-2.1",
-    "Stability AI Community License": "stable-diffusion-3",
-    "CreativeML Open RAIL++-M": "stable-diffusion-xl",
-    "Ideogram Non-Commercial Model Agreement": "ideogram-4",
-}
-"""Beginnings of models' names by licence. The longest match counts."""
-UNPUBLISHED = {"Cosmos3DistilledPipeline": "Cosmos3", "HeliosPyramidDistilledPipeline": "Helios"}
-UNPUBLISHED |= {
-    "HeliosPyramidPipeline": "Helios",
-    "LTX25Pipeline": "LTX-2.5",
-    "QwenImage21TurboPipeline": "Qwen-Image-2.1",
-}
-"""Models of pipelines without a published configuration here."""
+DATA = yaml.safe_load(Path(__file__).with_name("models.yaml").read_text())
 
 
 def licence_of(model: str) -> str:
-    known = {name: licence for licence, names in LICENCES.items() for name in names.split() if model.startswith(name)}
+    known = {
+        name: licence for licence, names in DATA["licences"].items() for name in names.split() if model.startswith(name)
+    }
     return known[max(known, key=len)] if known else NOT_FOUND
 
 
@@ -181,8 +164,6 @@ GPUS = "h[12]00"
 """In the names of reports of machines with GPUs, as a pattern."""
 SUBJECTS = ("application", "denoise_step", "model_step", "pairs", "peers", "quad")
 """Subjects of reports that time whole transformers; others are of small models, or of parts."""
-CALLED = {"Wan2.1-T2V-14B": "Wan2.1-14B"}
-"""Names of models in reports, where they differ."""
 COMMAND = "python -m benchmarks."
 PARTS = "benchmarks.decode"
 """A program that times no steps."""
@@ -207,7 +188,7 @@ def timed(model: str) -> str:
 
 def names(report: str, model: str) -> bool:
     """Return whether a heading, the first cell of a row or a command names the model, as a whole word."""
-    word = "|".join(re.escape(name) for name in (model, CALLED.get(model, model)))
+    word = "|".join(re.escape(name) for name in (model, DATA["reports"].get(model, model)))
     exact = re.compile(rf"(?<![\w.-])(?:{word})(?![\w-]|\.\w)")
     lines = [line.strip() for line in report.splitlines()]
     headings = [line for line in lines if line.startswith("#")]
@@ -216,11 +197,18 @@ def names(report: str, model: str) -> bool:
     return any(exact.search(place) for place in headings + cells + commands)
 
 
-def table(columns: str | Sequence[str], rows: Iterable[Iterable[str]]) -> str:
-    """Return a table; ``columns`` may be one text with bars between."""
-    columns = columns.split("|") if isinstance(columns, str) else columns
-    lines = [columns, ("---",) * len(columns), *rows]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+def table(columns: Mapping[str, Callable[[T], str]], items: Iterable[T]) -> str:
+    """Return a table with a row for each of ``items``, whose cells the functions of the columns make of it."""
+    return grid(columns, (cells(columns, one) for one in items))
+
+
+def cells(columns: Mapping[str, Callable[[T], str]], item: T) -> tuple[str, ...]:
+    return tuple(make(item) or NONE for make in columns.values())
+
+
+def grid(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    lines = [columns := tuple(columns), ("---",) * len(columns), *rows]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines) + "\n"
 
 
 def replaced(document: str, name: str, tables: str) -> str:

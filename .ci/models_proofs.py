@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
-from inspect import signature
+from inspect import ismodule, signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,15 +28,13 @@ from tests.pipelines.lora.test_runtime_loras import CASES
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "pipelines"
-SUPPORT, REFERENCES = "tests.pipelines.support", "tests.pipelines.support.references"
-COMPARED_WITH = ("diffusers", REFERENCES)
+BUILDERS = re.compile(r"tests\.pipelines\.support\..*tiny")
+COMPARED_WITH = ("diffusers", "tests.pipelines.support.references")
 """What a file imports from that compares."""
-USE_COLUMNS = "models|recipes|clip along|control picture|adapters|at run time|quantised files|blocks in host memory"
-RECIPES_TEST = "../deployments/requests/test_recipes.py"
 CLIP_MARKS, CONTROL_MARKS = ("InputVideo", "num_video_frames"), ("has_control",)
 """Names in files of tests that compare results with diffusers'."""
 QUANTISED_TESTS = ("test_gguf.py", "test_scaled_files.py", "test_single_file.py")
-NO, UNPROVED = "—", "untested"
+Builder = Callable[[Path], Path]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,22 +64,36 @@ class Built(NamedTuple):
 @cache
 def proofs() -> dict[str, tuple[Proof, ...]]:
     """Files of tests by the modular pipelines that they build."""
-    found: dict[str, list[Proof]] = {}
-    for file in sorted((TESTS / "models").rglob("test_*.py")):
-        tree = ast.parse(file.read_text())
-        if any(module.startswith(COMPARED_WITH) for module, _ in imports(tree).values()):
-            proof = proof_of(file, tree)
-            for pipeline in sorted({build(*builder).pipeline for builder in builders_in(tree)}):
-                found.setdefault(pipeline, []).append(proof)
-    return {pipeline: tuple(files) for pipeline, files in found.items()}
+    found: dict[str, tuple[Proof, ...]] = {}
+    for file in test_files():
+        if any(module.startswith(COMPARED_WITH) for module, _ in imports(file).values()):
+            for pipeline in sorted(built_in(file)):
+                found[pipeline] = (*found.get(pipeline, ()), proof_of(file))
+    return found
 
 
-def proof_of(file: Path, tree: ast.Module) -> Proof:
-    module = import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+def test_files() -> list[Path]:
+    return sorted((TESTS / "models").rglob("test_*.py"))
+
+
+@cache
+def opened_file(file: Path) -> Any:
+    return import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+
+
+@cache
+def imports(file: Path) -> dict[str, tuple[str, str]]:
+    """Return modules, and names in them, by the name that a file uses."""
+    nodes = [node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ImportFrom) and node.module]
+    return {one.asname or one.name: (str(node.module), one.name) for node in nodes for one in node.names}
+
+
+def proof_of(file: Path) -> Proof:
+    module = opened_file(file)
     tests = [test for name, test in vars(module).items() if name.startswith("test_")]
     listed = (getattr(owner, "pytestmark", []) for owner in (module, *tests))
     marks = [mark for some in listed for mark in (some if isinstance(some, list) else [some])]
-    numbers = {number for mark in marks for number in _numbers(mark)} | set(_gangs(tree))
+    numbers = {number for mark in marks for number in _numbers(mark)} | set(_gangs(ast.parse(file.read_text())))
     on_gpu = any(mark.name == "gpu" for mark in marks)
     return Proof(file=str(file.relative_to(TESTS)), num_ranks=tuple(sorted(numbers)) or (1,), on_gpu=on_gpu)
 
@@ -116,130 +128,79 @@ def _is_gang(node: ast.expr) -> bool:
 @cache
 def built() -> tuple[Built, ...]:
     """Of all builders that a test of models names, each once."""
-    files = sorted((TESTS / "models").rglob("test_*.py"))
-    named = {builder for file in files for builder in builders_in(ast.parse(file.read_text()))}
-    return tuple(build(*builder) for builder in sorted(named))
+    return tuple(map(opened, dict.fromkeys(maker for file in test_files() for maker in builders_in(file))))
 
 
-def builders_in(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Modules of ``SUPPORT`` and their builders that are named there, or that make a fixture that is asked for."""
-    yield from builders_called(tree)
-    asked = (node.arg for node in ast.walk(tree) if isinstance(node, ast.arg))
-    for name in asked:
-        yield from fixtures().get(name, ())
+def builders_in(file: Path) -> Iterator[Builder]:
+    """Yield the builders that a file names, or that make a fixture for all models which its tests take."""
+    yield from named_builders(file, file.read_text())
+    fixtures = TESTS / "conftest.py"
+    _, *parts = re.split(r"^def (\w+)", fixtures.read_text(), flags=re.M)
+    taken = set(re.findall(r"(\w+): ", file.read_text()))
+    for body in (body for name, body in zip(parts[::2], parts[1::2], strict=True) if name in taken):
+        yield from named_builders(fixtures, body)
 
 
-def builders_called(tree: ast.Module) -> Iterator[tuple[str, str]]:
-    """Modules of ``SUPPORT`` and their builders that are named there."""
-    modules = imports(tree)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
-            module, name = modules[node.value.id]
-            yield from builders(f"{module}.{name}", node.attr)
-        elif isinstance(node, ast.Name) and node.id in modules:
-            yield from builders(*modules[node.id])
+def named_builders(file: Path, text: str) -> Iterator[Builder]:
+    """Yield the builders among what ``file`` imports, and in modules that it imports, that ``text`` names."""
+    for name, (module, own_name) in imports(file).items():
+        if BUILDERS.match(f"{module}.{own_name}"):
+            value = getattr(import_module(module), own_name, None) or import_module(f"{module}.{own_name}")
+            words = re.findall(rf"(?<![\w.]){name}\b(?:\.(\w+))?", text)
+            values = (getattr(value, word, None) if ismodule(value) else value for word in words)
+            yield from filter(is_builder, values)
 
 
-@cache
-def fixtures() -> dict[str, tuple[tuple[str, str], ...]]:
-    """Builders that the fixtures for all tests of models call, by fixture."""
-    tree = ast.parse((TESTS / "conftest.py").read_text())
-    imported = [node for node in tree.body if isinstance(node, ast.ImportFrom | ast.Import)]
-    made = (node for node in tree.body if isinstance(node, ast.FunctionDef))
-    return {one.name: tuple(builders_called(ast.Module([*imported, *one.body], []))) for one in made}
-
-
-def imports(tree: ast.Module) -> dict[str, tuple[str, str]]:
-    """(module, name) by the name that a file uses."""
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            found |= {alias.asname or alias.name: (node.module, alias.name) for alias in node.names}
-        elif isinstance(node, ast.Import):
-            found |= {alias.asname or alias.name: (alias.name, "") for alias in node.names}
-    return found
-
-
-def builders(module: str, name: str) -> Iterator[tuple[str, str]]:
-    """Yield both if they name a builder: a function whose first parameter is ``path``."""
-    if module.startswith(f"{SUPPORT}.") and ".tiny" in module:
-        make: Any = getattr(import_module(module), name, None)
-        if callable(make) and not isinstance(make, type) and next(iter(signature(make).parameters), None) == "path":
-            yield module, name
+def is_builder(value: Any) -> bool:
+    is_function = callable(value) and not isinstance(value, type)
+    return is_function and next(iter(signature(value).parameters), "") == "path"
 
 
 @cache
-def build(module: str, name: str) -> Built:
-    return opened(getattr(import_module(module), name))
-
-
-@cache
-def opened(make: Callable[[Path], Path]) -> Built:
+def opened(make: Builder) -> Built:
     """Run a builder, and open what it writes."""
     with tempfile.TemporaryDirectory() as folder:
         path = make(Path(folder) / "model")
         return Built(pipeline=type(open_modular(path)).__name__, defaults=Checkpoint(path).defaults)
 
 
-def use_row(
-    title: str, members: frozenset[str], models: Iterable[str], defaults: Iterable[Defaults]
-) -> tuple[str, ...]:
-    """Return the cells of the pipelines ``members``, by their classes' names, with their published ``models``."""
-    opened_models = [Checkpoint.of_configuration(model) for model in models]
-    names = dict.fromkeys(name for one in opened_models for name in one.spec.recipes(one.path))
-    # A control network may lie apart from its model: a class of the model says which.
-    has_control = any(one.spec.control_part for one in opened_models)
-    without_blocks = opened_by(*(offloaded.CASES[name].make for name in offloaded.WITHOUT))  # a U-Net
-    adapters, at_run_time, quantised, offload = (
-        _all_of(file for file, built in files.items() if built & members) or UNPROVED for files in uses()
-    )
-    return (
-        title,
-        f"{', '.join(names)}: `{RECIPES_TEST}`" if names else NO,
-        _marked(members, CLIP_MARKS) if any(one.max_video_frames > 0 for one in defaults) else NO,
-        _marked(members, CONTROL_MARKS) if has_control else NO,
-        adapters,
-        at_run_time,
-        quantised,
-        NO if members & without_blocks else offload,
-    )
-
-
-def _marked(members: Iterable[str], marks: tuple[str, ...]) -> str:
-    found = {proof.file for name in members for proof in proofs().get(name, ())}
-    named = (file for file in sorted(found) if any(mark in (TESTS / file).read_text() for mark in marks))
-    return _all_of(named) or UNPROVED
-
-
-@cache
-def uses() -> tuple[dict[str, frozenset[str]], ...]:
-    """Return the pipelines that files of tests compare, by file.
-
-    Adapters with diffusers' own, adapters that come at run time with configured ones, quantised files with what they
-    stand for, and offloaded blocks with blocks on the device.
-    """
-    every_adapter = opened_by(*(model.make for model in every_model.MODELS.values()))
-    every = opened_by(*(case.make for case in offloaded.CASES.values()))
-    kept = opened_by(*(case.make for name, case in offloaded.CASES.items() if name not in offloaded.WITHOUT))
-    at_run_time = opened_by(*(jobs.MODELS[name] for name, _ in CASES))
-    return (
-        {"lora/test_every_model.py": every_adapter, "lora/test_jobs.py": opened_by(*jobs.MODELS.values())},
-        {"lora/test_every_model.py": every_adapter, "lora/test_runtime_loras.py": at_run_time},
-        {"loading/test_every_family.py": every, **{f"loading/{file}": built_in(file) for file in QUANTISED_TESTS}},
-        {"blocks/test_offloaded_blocks.py": kept},
-    )
-
-
-def opened_by(*makers: Callable[[Path], Path]) -> frozenset[str]:
+def opened_by(makers: Iterable[Builder]) -> frozenset[str]:
     """Return the pipelines of what ``makers`` write."""
     return frozenset(opened(make).pipeline for make in makers)
 
 
-def built_in(file: str) -> frozenset[str]:
-    """Return the pipelines that a file of ``tests/pipelines/loading`` builds."""
-    tree = ast.parse((TESTS / "loading" / file).read_text())
-    return frozenset(build(*builder).pipeline for builder in builders_in(tree))
+@cache
+def built_in(file: Path) -> frozenset[str]:
+    """Return the pipelines that a file of tests builds."""
+    return opened_by(builders_in(file))
 
 
-def _all_of(files: Iterable[str]) -> str:
-    return ", ".join(f"`{file}`" for file in files)
+def marked(members: Iterable[str], marks: Iterable[str]) -> list[str]:
+    """Return the files that prove one of these pipelines and have one of ``marks`` in their text."""
+    files = sorted({proof.file for name in members for proof in proofs().get(name, ())})
+    return [file for file in files if any(mark in (TESTS / file).read_text() for mark in marks)]
+
+
+@cache
+def uses() -> dict[str, dict[str, frozenset[str]]]:
+    """Return the pipelines that files of tests compare, by use and file.
+
+    Adapters with diffusers' own, adapters that come at run time with configured ones, quantised files with what they
+    stand for, and offloaded blocks with blocks on the device.
+    """
+    every_adapter = {"lora/test_every_model.py": opened_by(model.make for model in every_model.MODELS.values())}
+    every = opened_by(case.make for case in offloaded.CASES.values())
+    files = {f"loading/{file}": built_in(TESTS / "loading" / file) for file in QUANTISED_TESTS}
+    at_run_time = opened_by(jobs.MODELS[name] for name, _ in CASES)
+    return {
+        "adapters": {**every_adapter, "lora/test_jobs.py": opened_by(jobs.MODELS.values())},
+        "at run time": {**every_adapter, "lora/test_runtime_loras.py": at_run_time},
+        "quantised files": {"loading/test_every_family.py": every, **files},
+        "blocks in host memory": {"blocks/test_offloaded_blocks.py": every - without_offload()},
+    }
+
+
+@cache
+def without_offload() -> frozenset[str]:
+    """Return the pipelines whose transformer has no blocks to offload: a U-Net."""
+    return opened_by(offloaded.CASES[name].make for name in offloaded.WITHOUT)

@@ -17,7 +17,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from models_facts import replaced, table
+from models_facts import grid, replaced
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT, README = ROOT / "docs" / "reference" / "performance.md", ROOT / "README.md"
@@ -194,7 +194,7 @@ def performance(written: str, known: Iterable[Comparison]) -> str:
         "best peer",
         "Troupe is faster by",
     )
-    return replaced(written, MARK, table(columns, (row(one, projects) for one in known)))
+    return replaced(written, MARK, grid(columns, (row(one, projects) for one in known)))
 
 
 def row(one: Comparison, projects: Iterable[str]) -> tuple[str, ...]:
@@ -221,7 +221,7 @@ def readme(written: str, known: Iterable[Comparison]) -> str:
     numbers = sorted({ranks for found in ratios.values() for ranks in found})
     columns = ("one step", "card", *(f"{ranks} GPU{'s' * (ranks > 1)}" for ranks in numbers))
     rows = ((*key, *(found.get(ranks, "") for ranks in numbers)) for key, found in ratios.items())
-    return replaced(written, MARK, table(columns, rows))
+    return replaced(written, MARK, grid(columns, rows))
 
 
 def in_ms(value: float | None) -> str:

@@ -30,6 +30,12 @@ class Spread:
         return f"{self.median:.2f} ({self.lowest:.2f} to {self.highest:.2f}, {self.num}x)"
 
 
+def percentile(values: Iterable[float], percent: int) -> float:
+    """Return the value below which ``percent`` percent of ``values`` lie; there is one at least."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, len(ordered) * percent // 100)]
+
+
 def status_of(results: Iterable[Mapping[str, Any]]) -> int:
     """Return the exit status: 0 if one of ``results`` has no "error", else 1."""
     return 0 if any("error" not in result for result in results) else 1

@@ -29,7 +29,7 @@ import yaml
 from benchmarks.application.client import Client, data_of
 from benchmarks.faults.timeline import rank_pids, records_of
 from benchmarks.results import status_of, tell
-from benchmarks.serving.application import serving
+from benchmarks.serving.application import serving, wait_until
 from benchmarks.serving.settings import with_values, write_model
 from deployments.cli.configuration import config_for
 from deployments.cli.serving import load_config, parse_config
@@ -91,8 +91,7 @@ def maker(client: Client, kinds: Mapping[str, str], arguments: argparse.Namespac
 
     def make(model: str) -> tuple[bytes, float]:
         begun_s = time.perf_counter()
-        is_clip = kinds[model] == "video"
-        answer = client.film(model=model, **steps, **of_clips) if is_clip else client.paint(model=model, **steps)
+        answer = client.make(kinds[model], model=model, **steps, **(of_clips if kinds[model] == "video" else {}))
         return data_of(answer), time.perf_counter() - begun_s
 
     return make
@@ -246,17 +245,12 @@ def kills(make: Make, expected: Mapping[str, Alone], logs: Path) -> Iterator[dic
 
 def _sleeps(logs: Path, model: str) -> bool:
     """Wait until the model's gang sleeps. Return False if it does not in time, since all models fit together."""
-    end_s = time.monotonic() + ASLEEP_WITHIN_S
-    while time.monotonic() < end_s:
-        moves = [one["phase"] for one in records_of(logs) if one.get("model") == model and _is_move(one)]
-        if moves and moves[-1] == "gang: sleep":
-            return True
-        time.sleep(POLL_S)
-    return False
 
+    def is_asleep() -> bool:
+        phases = [record.get("phase") for record in records_of(logs) if record.get("model") == model]
+        return [one for one in phases if one in ("gang: sleep", "gang: wake")][-1:] == ["gang: sleep"]
 
-def _is_move(record: Mapping[str, Any]) -> bool:
-    return record.get("phase") in ("gang: sleep", "gang: wake")
+    return wait_until(is_asleep, ASLEEP_WITHIN_S, POLL_S)
 
 
 def machine() -> dict[str, Any]:

@@ -37,7 +37,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in repository_files():
         if name.startswith(NEEDED):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, source / name)
+            shutil.copyfile(ROOT / name, source / name, follow_symlinks=False)  # as a clone has them
     subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, check=True, capture_output=True)
     (built,) = out.glob("*.whl")
     return built
@@ -74,6 +74,13 @@ def test_it_holds_what_is_served_and_nothing_else(wheel: Path) -> None:
     served = {name for name in repository_files() if name.startswith(tuple(f"{package}/" for package in PACKAGES))}
     assert {name for name in served if name.endswith(TYPES)} <= files
     assert files <= served
+
+
+def test_it_holds_weights_where_the_repository_links_to_them(wheel: Path) -> None:
+    links = [name for name in repository_files() if (ROOT / name).is_symlink() and name.startswith("pipelines/")]
+    assert links
+    with ZipFile(wheel) as archive:
+        assert all(archive.read(name) == (ROOT / name).read_bytes() for name in links)
 
 
 def test_it_asks_for_what_the_tests_pass_with(metadata: Message) -> None:

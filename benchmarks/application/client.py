@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import json
+import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -42,23 +43,28 @@ class Client(httpx.Client):
         cards = self.get("/v1/models").raise_for_status().json()["data"]
         return next(card for card in cards if self.model in ("", card["id"]))
 
+    def make(self, kind: str, pictures: Sequence[bytes] = (), **fields: Any) -> httpx.Response:
+        """Return a picture or a clip ("video"), once it is made; ``pictures`` are the files that it is made of."""
+        is_clip, body = kind == "video", {**self._usual, **fields}
+        if not pictures:
+            return checked(self.post(CLIPS if is_clip else IMAGES, json=body))
+        name, text = "input_reference" if is_clip else "image", {key: str(value) for key, value in body.items()}
+        files = [(name, (f"{number}.png", file, "image/png")) for number, file in enumerate(pictures)]
+        return checked(self.post(CLIPS if is_clip else EDITS, data=text, files=files))
+
     def paint(self, **fields: Any) -> httpx.Response:
         size = {"size": _square(self.side)} if self.side else {}
-        return checked(self.post(IMAGES, json={**self._usual, **size, **fields}))
+        return self.make("image", **{**size, **fields})
+
+    def film(self, **fields: Any) -> httpx.Response:
+        return self.make("video", **fields)
 
     def paint_square(self, side: int) -> httpx.Response:
         return self.paint(size=_square(side))
 
-    def film(self, **fields: Any) -> httpx.Response:
-        """Return a clip, once it is made."""
-        return checked(self.post(CLIPS, json={**self._usual, **fields}))
-
     def edit(self) -> httpx.Response:
         """Return an edited picture of noise."""
-        file = io.BytesIO()
-        Image.effect_noise((self.side, self.side), 60).convert("RGB").save(file, "PNG")
-        data = {**self._usual, "seed": "1", "size": _square(self.side)}
-        return checked(self.post(EDITS, data=data, files={"image": ("noise.png", file.getvalue(), "image/png")}))
+        return self.make("image", [noise(self.side, self.side)], size=_square(self.side))
 
     def paint_each(
         self, bodies: Sequence[Mapping[str, Any]], num_clients: int
@@ -78,6 +84,14 @@ class Client(httpx.Client):
 
 def _square(side: int) -> str:
     return f"{side}x{side}"
+
+
+def noise(width: int, height: int) -> bytes:
+    """Return a PNG file, the same at each call."""
+    file = io.BytesIO()
+    pixels = random.Random(1).randbytes(3 * width * height)
+    Image.frombytes("RGB", (width, height), pixels).save(file, "PNG", compress_level=1)
+    return file.getvalue()
 
 
 def checked(answer: httpx.Response) -> httpx.Response:

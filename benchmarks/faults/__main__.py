@@ -40,8 +40,6 @@ KEYS = ("ann", "bob", "cid")
 HANG_S = 300.0
 """A request that takes longer hangs."""
 KILLED = tuple(kind for kind in KINDS if kind != "haproxy")
-HANG_S = 300.0
-"""A request that takes longer hangs."""
 
 
 def main() -> None:

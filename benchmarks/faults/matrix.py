@@ -34,7 +34,7 @@ import psutil
 from benchmarks.faults.insistent import Answer, Health, InsistentClient
 from benchmarks.faults.kills import Fault, faults, processes_of, send
 from benchmarks.faults.timeline import inside, records_of, spans
-from benchmarks.serving.application import Application, serving
+from benchmarks.serving.application import Application, serving, wait_until
 from benchmarks.serving.settings import add_options, config_of
 from deployments.config import ServeConfig
 
@@ -176,11 +176,8 @@ def parts_of(
 
 def _gone_s(victims: Sequence[psutil.Process], until_s: float) -> float | None:
     """Return when the last of the victims had ended; None if one has not by ``until_s``."""
-    while time.monotonic() < until_s:
-        if not any(_runs(victim) for victim in victims):
-            return time.monotonic()
-        time.sleep(LOOK_EVERY_S)
-    return None
+    is_over = wait_until(lambda: not any(map(_runs, victims)), until_s - time.monotonic(), LOOK_EVERY_S)
+    return time.monotonic() if is_over else None
 
 
 def _runs(process: psutil.Process) -> bool:

@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.faults.clients import BODIES, LONGEST_PAUSE_S, Clients, Kind, Outcome, Turn, Visit
 from benchmarks.faults.kills import processes_of
+from benchmarks.results import percentile
 from deployments.cli.local import uses_proxies
 
 CARRIERS = ("ingress", "proxy")
@@ -75,7 +76,7 @@ def summary(outcomes: Sequence[Outcome], struck: Sequence[tuple[float, str]]) ->
     """Return counts, and under "lost" a line for each outcome that must not be."""
     cut_by_kill = [one for one in outcomes if one.end == "cut" and was_cut_by_kill(one, struck)]
     wrong = [one for one in outcomes if one.end in ("cut", "wrong_bytes", "no_reason", "hung")]
-    right_s = sorted(one.ended_s - one.began_s for one in outcomes if one.end == "right")
+    right_s = [one.ended_s - one.began_s for one in outcomes if one.end == "right"]
     return {
         "requests": len(outcomes),
         "ends": dict(sorted(Counter(one.end for one in outcomes).items())),
@@ -84,7 +85,7 @@ def summary(outcomes: Sequence[Outcome], struck: Sequence[tuple[float, str]]) ->
         "cut_by_kill": len(cut_by_kill),
         "right_s": {
             "median": round(median(right_s), 2) if right_s else None,
-            "p95": round(right_s[len(right_s) * 95 // 100], 2) if right_s else None,
+            "p95": round(percentile(right_s, 95), 2) if right_s else None,
         },
         "lost": [f"{one.kind} {one.end}: {one.code} {one.note}" for one in wrong if one not in cut_by_kill],
     }

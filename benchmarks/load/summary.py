@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.load.client import Outcome
 from benchmarks.load.mix import Kind
+from benchmarks.results import percentile
 
 STEPS = "troupe_step_seconds"
 
@@ -78,10 +79,10 @@ def _class(outcomes: Sequence[Outcome], lone_s: float, scale: float) -> dict[str
 
 def eta(outcomes: Sequence[Outcome]) -> dict[str, float]:
     """Return the number of answers with a prediction, and its error as a share of the actual time."""
-    errors = sorted(error for one in outcomes if one.is_right and (error := one.eta_error) is not None)
+    errors = [error for one in outcomes if one.is_right and (error := one.eta_error) is not None]
     if not errors:
         return {"told": 0}
-    p95 = errors[min(len(errors) - 1, len(errors) * 95 // 100)]
+    p95 = percentile(errors, 95)
     return {"told": len(errors), "median_error": round(statistics.median(errors), 4), "p95_error": round(p95, 4)}
 
 
@@ -89,9 +90,8 @@ def points(values: Sequence[float]) -> dict[str, float]:
     """Return mean and percentiles; nothing without values."""
     if not values:
         return {}
-    ordered = sorted(values)
-    parts = {f"p{percent}": ordered[min(len(ordered) - 1, len(ordered) * percent // 100)] for percent in (50, 95, 99)}
-    return {name: round(value, 4) for name, value in {"mean": statistics.fmean(ordered), **parts}.items()}
+    parts = {f"p{percent}": percentile(values, percent) for percent in (50, 95, 99)}
+    return {name: round(value, 4) for name, value in {"mean": statistics.fmean(values), **parts}.items()}
 
 
 def gpu_use(before: str, after: str, took_s: float, num_gpus: int, num_pictures: int) -> dict[str, float]:

@@ -22,6 +22,7 @@ from typing import Any
 from benchmarks.load.mix import Owner, load_owners
 from benchmarks.policies.h200 import NUM_STEPS, SHARES, STEPS
 from benchmarks.policies.simulation import Arrival, SimulatedGang, Simulation
+from benchmarks.results import percentile
 from benchmarks.serving.settings import argument_type
 from engines.gang.policies.policy import POLICIES, make_policy
 
@@ -103,7 +104,6 @@ def summary(
     latencies_s = [simulation.latencies_s[i] for i in range(len(arrivals))]
     in_time = [scale * lone_s[one.shape] >= latency_s for one, latency_s in zip(arrivals, latencies_s, strict=True)]
     errors = [abs(simulation.predicted_s[i] - latency_s) / latency_s for i, latency_s in enumerate(latencies_s)]
-    ordered = sorted(latencies_s)
     by_shape = {
         shape: fmean(s for one, s in zip(arrivals, latencies_s, strict=True) if one.shape == shape)
         for shape in SHARES
@@ -111,9 +111,9 @@ def summary(
     }
     return {
         "attainment": round(fmean(in_time), 4),
-        "mean_s": round(fmean(ordered), 2),
-        "p95_s": round(ordered[len(ordered) * 95 // 100], 2),
-        "longest_s": round(ordered[-1], 2),
+        "mean_s": round(fmean(latencies_s), 2),
+        "p95_s": round(percentile(latencies_s, 95), 2),
+        "longest_s": round(max(latencies_s), 2),
         "mean_s_by_shape": {shape: round(mean_s, 2) for shape, mean_s in by_shape.items()},
         "moves": simulation.num_moves,
         "eta_error": round(median(errors), 4),

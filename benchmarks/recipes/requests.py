@@ -78,8 +78,7 @@ class Served:
             asked["recipe"] = way
         if self.num_steps and not self._own_steps(way):
             asked["num_inference_steps"] = self.num_steps
-        make = self.client.film if self.card["kind"] == "video" else self.client.paint
-        answer = make(**{**asked, **fields})
+        answer = self.client.make(self.card["kind"], **{**asked, **fields})
         made = Made(way=way, data=data_of(answer), stages=timing(answer), ended_s=time.perf_counter())
         self.firsts.setdefault(way, made)
         return made

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -182,12 +182,17 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 def await_gang_end(pids: Sequence[int]) -> None:
     """Wait until the gang with the ranks ``pids`` has scaled to zero. TimeoutError if it does not."""
-    end_s = time.monotonic() + GONE_WITHIN_S
-    while any(map(psutil.pid_exists, pids)):
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"the gang did not end within {GONE_WITHIN_S:g} s: denoiser.autoscaling says when")
-        time.sleep(LOOK_EVERY_S)
+    if not wait_until(lambda: not any(map(psutil.pid_exists, pids)), GONE_WITHIN_S, LOOK_EVERY_S):
+        raise TimeoutError(f"the gang did not end within {GONE_WITHIN_S:g} s: denoiser.autoscaling says when")
     time.sleep(SETTLED_S)
+
+
+def wait_until(holds: Callable[[], bool], within_s: float, every_s: float) -> bool:
+    """Ask ``holds`` every ``every_s`` until it is true. Return False if it is not within ``within_s``."""
+    end_s = time.monotonic() + within_s
+    while not (is_true := holds()) and time.monotonic() < end_s:
+        time.sleep(every_s)
+    return is_true
 
 
 def out_of_memory(folder: Path) -> str:

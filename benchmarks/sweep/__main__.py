@@ -21,19 +21,16 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from benchmarks.models.folders import ENCODERS
-from benchmarks.results import status_of
 from benchmarks.serving.settings import write_model
 from benchmarks.sweep import whole
-from benchmarks.sweep.asked import Asked, add_run_options, check_room, facts, turn_of
-from benchmarks.sweep.kept import ERROR, Kept, Result
+from benchmarks.sweep.asked import Asked, Case, add_run_options, check_room, run_all, turn_of
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import published_models
 
@@ -42,39 +39,19 @@ LONE = "benchmarks.sweep.lone"
 SPARE_BYTES = 24 * 2**30
 """On the disk, beside a transformer: its text encoders and auto-encoder, and what Ray keeps."""
 LONE_S = 1200.0
-MOST_SAID = 2000
 
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(words)
-    kept, begun_s, results = Kept(arguments.out), time.monotonic(), list[Result]()
-    for ranks, name in left(arguments, kept):
-        if time.monotonic() - begun_s > arguments.limit_s:
-            print(f"the time is over: {name} on {ranks} and what follows are left", file=sys.stderr, flush=True)
-            break
-        result = {**facts(model=name, ranks=ranks), **result_of(name, ranks, arguments)}
-        kept.add(result)
-        print(json.dumps(result), flush=True)
-        results.append(result)
-    sys.exit(status_of(results))
+    run_all(cases(arguments), arguments)
 
 
-def left(arguments: argparse.Namespace, kept: Kept) -> Iterator[tuple[int, str]]:
-    """What is to be done: all models on the fewest GPUs first."""
+def cases(arguments: argparse.Namespace) -> Generator[Case]:
+    """Yield all models on the fewest GPUs first."""
     for ranks in arguments.ranks:
         for name in arguments.models:
-            if not kept.has(model=name, ranks=ranks, failed=not arguments.again):
-                yield ranks, name
-
-
-def result_of(name: str, ranks: int, arguments: argparse.Namespace) -> Result:
-    """Its times, or an error: the others get their turn whatever happens to one."""
-    began_s = time.monotonic()
-    try:
-        found = measured(name, ranks, arguments)
-    except Exception as error:
-        found = {ERROR: f"{type(error).__name__}: {error}"[-MOST_SAID:]}
-    return {**found, "took_s": round(time.monotonic() - began_s, 1)}
+            keys = {"model": name, "ranks": ranks}
+            yield keys, lambda result, name=name, ranks=ranks: result.update(measured(name, ranks, arguments))
 
 
 def measured(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:

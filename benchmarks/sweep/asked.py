@@ -1,24 +1,35 @@
-"""The picture or clip that a sweep asks every model for, when, on what, and with how much room on the disk."""
+"""The loop of a sweep, and the picture or clip that it asks every model for, when and on what."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import json
+import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from filelock import FileLock
 
+from benchmarks.results import status_of
+from benchmarks.sweep.kept import ERROR, Kept, Result
 from pipelines.defaults import Defaults
 from pipelines.size import Size, largest_num_frames
 
 FEW_STEPS = 6
+MOST_SAID = 1000
+PATHS = re.compile(rf"(?:/tmp|{re.escape(str(Path.cwd()))})/[^\s:,]+")
+"""Files of one machine, whose folders say nothing to others."""
+Case = tuple[Mapping[str, Any], Callable[[Result], None]]
+"""Keys of a result, and what adds all else to it as it comes: an error leaves what came before it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +86,39 @@ def facts(**keys: Any) -> dict[str, Any]:
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     return {**keys, "date": today, "hardware": hardware, "torch": torch.__version__}
+
+
+def run_all(cases: Generator[Case], arguments: argparse.Namespace) -> NoReturn:
+    """Measure the cases that ``--out`` has no line of. End with 1 if nothing was measured.
+
+    One that fails leaves the others their turn. None is begun after ``--limit-s``.
+    """
+    kept, begun_s, results = Kept(arguments.out), time.monotonic(), list[Result]()
+    with closing(cases):
+        for keys, measure in cases:
+            if kept.has(**keys, failed=not arguments.again):
+                continue
+            if (began_s := time.monotonic()) > begun_s + arguments.limit_s:
+                print(f"the time is over: {keys} and what follows are left", file=sys.stderr, flush=True)
+                break
+            result = facts(**keys)
+            try:
+                measure(result)
+            except Exception as error:
+                result[ERROR] = said_of(error)
+                if notes := getattr(error, "__notes__", []):
+                    result["out_of_memory"] = notes[0]
+            results.append(result | {"took_s": round(time.monotonic() - began_s, 1)})
+            kept.add(results[-1])
+            print(json.dumps(results[-1]), flush=True)
+    sys.exit(status_of(results))
+
+
+def said_of(error: BaseException) -> str:
+    """Return the messages of ``error`` and, if it came while another was handled, of that one before."""
+    said = PATHS.sub("FOLDER", f"{type(error).__name__}: {error}")[-MOST_SAID:]
+    before = error.__context__
+    return said if before is None or error.__suppress_context__ else f"{said_of(before)}; then {said}"
 
 
 def check_room(name: str, needed_bytes: int, folder: Path) -> None:

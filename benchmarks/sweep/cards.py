@@ -22,12 +22,9 @@ On a CPU nothing is held, and only models that need no GPU can be served.
 from __future__ import annotations
 
 import argparse
-import json
-import re
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -35,19 +32,17 @@ from typing import Any
 
 import httpx
 
-from benchmarks.application.client import PROMPT, data_of, timing
+from benchmarks.application.client import PROMPT, Client, data_of, timing
 from benchmarks.faults.timeline import records_of
 from benchmarks.models.folders import first_twins
-from benchmarks.results import status_of
 from benchmarks.serving.application import Application, serving
 from benchmarks.serving.settings import write_model
-from benchmarks.sweep.asked import Asked, add_run_options, check_room, facts
+from benchmarks.sweep.asked import Asked, Case, add_run_options, check_room, run_all
 from benchmarks.sweep.card_sizes import card_bytes
-from benchmarks.sweep.kept import ERROR, Kept, Result
+from benchmarks.sweep.kept import Result
 from benchmarks.sweep.occupant import occupied
 from benchmarks.sweep.whole import made, phases_of
 from deployments.cli.configuration import config_for
-from deployments.cli.local import http_client
 from deployments.cli.serving import parse_config
 from deployments.config import ServeConfig
 from deployments.model_config import ModelConfig
@@ -61,46 +56,21 @@ OTHER_PROMPT = "a green triangle between two yellow circles"
 CARD_LIMIT_S = 300.0
 SPARE_BYTES = 4 * 2**30
 """On the disk, beside all weights: what Ray and compilers keep."""
-MOST_SAID = 1000
-PATHS = re.compile(rf"(?:/tmp|{re.escape(str(Path.cwd()))})/[^\s:,]+")
-"""Files of one machine, whose folders say nothing to others."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
     arguments = parse(words)
-    kept, begun_s, results = Kept(arguments.out), time.monotonic(), list[Result]()
+    run_all(cases(arguments), arguments)
+
+
+def cases(arguments: argparse.Namespace) -> Generator[Case]:
+    """Yield each model on every card. It is written for the first one that is measured."""
     for name in arguments.models:
         with ExitStack() as stack:
             folder = cache(partial(enter_written, stack, name, arguments))
             for gb in arguments.memory:
-                if kept.has(model=name, card_gb=gb, failed=not arguments.again):
-                    continue
-                if time.monotonic() - begun_s > arguments.limit_s:
-                    print(f"the time is over: {name} on {gb:g} GB and what follows are left", file=sys.stderr)
-                    sys.exit(status_of(results))
-                results.append(result_of(name, gb, folder, arguments))
-                kept.add(results[-1])
-                print(json.dumps(results[-1]), flush=True)
-    sys.exit(status_of(results))
-
-
-def result_of(name: str, gb: float, folder: Callable[[], Path], arguments: argparse.Namespace) -> Result:
-    """Return the line of one model on one card; ``folder`` returns where the model lies."""
-    result, began_s = facts(model=name, card_gb=gb), time.monotonic()
-    try:
-        measure(result, name, gb, folder, arguments)
-    except Exception as error:
-        result[ERROR] = said_of(error)
-        if notes := getattr(error, "__notes__", []):
-            result["out_of_memory"] = notes[0]
-    return result | {"took_s": round(time.monotonic() - began_s, 1)}
-
-
-def said_of(error: BaseException) -> str:
-    """Return the messages of ``error`` and, if it came while another was handled, of that one before."""
-    said = PATHS.sub("FOLDER", f"{type(error).__name__}: {error}")[-MOST_SAID:]
-    before = error.__context__
-    return said if before is None or error.__suppress_context__ else f"{said_of(before)}; then {said}"
+                keys = {"model": name, "card_gb": gb}
+                yield keys, partial(measure, name=name, gb=gb, folder=folder, arguments=arguments)
 
 
 def measure(result: Result, name: str, gb: float, folder: Callable[[], Path], arguments: argparse.Namespace) -> None:
@@ -144,7 +114,7 @@ def ask(result: Result, application: Application, defaults: Defaults, asked: Ask
     """Ask for three pictures or clips until ``end_s`` (of the monotonic clock)."""
     size, steps = asked.size_of(defaults), asked.steps_of(defaults)
     answers: list[httpx.Response] = []
-    with http_client(application.url, base_url=application.url) as client:
+    with Client(application.url) as client:
         for key, prompt in (("first_ms", PROMPT), ("again_ms", PROMPT), ("other_ms", OTHER_PROMPT)):
             client.timeout = httpx.Timeout(max(1.0, end_s - time.monotonic()))
             answers.append(made(client, defaults, steps, size, defaults.min_pictures, prompt))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import random
 import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -13,14 +11,12 @@ from typing import Any
 
 import httpx
 import torch
-from PIL import Image
 
-from benchmarks.application.client import CLIPS, EDITS, IMAGES, PROMPT, TIMEOUT_S, checked, data_of, timing
+from benchmarks.application.client import PROMPT, Client, data_of, noise, timing
 from benchmarks.application.memory import samples_of
 from benchmarks.faults.timeline import Record, records_of
 from benchmarks.serving.application import Application, serving
 from benchmarks.sweep.asked import Asked
-from deployments.cli.local import http_client
 from deployments.cli.serving import parse_config
 from deployments.config import ServeConfig
 from engines.core import logs
@@ -43,7 +39,7 @@ def measured(folder: Path, ranks: int, asked: Asked, turn: AbstractContextManage
     """
     defaults = Checkpoint(folder).defaults
     with serving(config_of(folder, ranks)) as application, memory_of(application) as peak:
-        with turn, http_client(application.url, base_url=application.url, timeout=TIMEOUT_S) as client:
+        with turn, Client(application.url) as client:
             found = answers_of(client, defaults, asked)
         records = records_of(application.logs)
         ready_s = round(application.ready_s, 1)
@@ -95,7 +91,7 @@ def held_mib_by_gpu(pids: Set[int], query: Sequence[str]) -> dict[str, int]:
     return held
 
 
-def answers_of(client: httpx.Client, defaults: Defaults, asked: Asked) -> dict[str, Any]:
+def answers_of(client: Client, defaults: Defaults, asked: Asked) -> dict[str, Any]:
     steps, size = asked.steps_of(defaults), asked.size_of(defaults)
     counts = {"first": defaults.min_pictures, "pictures": max(defaults.min_pictures, 1)}
     plain = [made(client, defaults, steps, size, counts["first"]) for _ in range(1 + NUM_REPEATS)]
@@ -116,29 +112,12 @@ def answers_of(client: httpx.Client, defaults: Defaults, asked: Asked) -> dict[s
 
 
 def made(
-    client: httpx.Client, defaults: Defaults, steps: int, size: Size, num_pictures: int, prompt: str = PROMPT
+    client: Client, defaults: Defaults, steps: int, size: Size, num_pictures: int, prompt: str = PROMPT
 ) -> httpx.Response:
     """Return a picture or a clip, of as many pictures of noise. RuntimeError says what came instead."""
-    fields: dict[str, Any] = {"prompt": prompt, "seed": 1, "num_inference_steps": steps}
-    fields["size"] = f"{size.width}x{size.height}"
-    is_clip = defaults.kind == "video"
-    fields |= {"num_frames": size.num_frames} if is_clip else {}
-    if num_pictures:
-        name = "input_reference" if is_clip else "image"
-        files = [(name, (f"noise{number}.png", noise(size), "image/png")) for number in range(num_pictures)]
-        text = {key: str(value) for key, value in fields.items()}
-        answer = client.post(CLIPS if is_clip else EDITS, data=text, files=files)
-    else:
-        answer = client.post(CLIPS if is_clip else IMAGES, json=fields)
-    return checked(answer)
-
-
-def noise(size: Size) -> bytes:
-    """Return a PNG file, the same at each call."""
-    file = io.BytesIO()
-    pixels = random.Random(1).randbytes(3 * size.width * size.height)
-    Image.frombytes("RGB", (size.width, size.height), pixels).save(file, "PNG", compress_level=1)
-    return file.getvalue()
+    frames = {"num_frames": size.num_frames} if defaults.kind == "video" else {}
+    fields = {"prompt": prompt, "num_inference_steps": steps, "size": f"{size.width}x{size.height}", **frames}
+    return client.make(defaults.kind, [noise(size.width, size.height)] * num_pictures, **fields)
 
 
 def config_of(folder: Path, ranks: int) -> ServeConfig:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import importlib
 import json
 import os
@@ -28,6 +29,7 @@ MAX_FILE_LINES = 500
 MAX_FUNCTION_LINES = 40
 MAX_CHECKPOINT_BYTES = 42_000_000
 MAX_REPOSITORY_BYTES = 50_000_000
+MAX_TWIN_BYTES = 50_000
 
 
 def test_files_are_short() -> None:
@@ -86,12 +88,21 @@ def test_no_text_mentions_a_place_on_somebodys_machine() -> None:
 
 
 def total_bytes(prefix: str) -> int:
-    return sum(os.path.getsize(ROOT / name) for name in repository_files() if name.startswith(prefix))
+    return sum(os.lstat(ROOT / name).st_size for name in repository_files() if name.startswith(prefix))
 
 
 def test_checkpoints_and_repository_stay_small() -> None:
     assert total_bytes(CHECKPOINTS) <= MAX_CHECKPOINT_BYTES
     assert total_bytes("") < MAX_REPOSITORY_BYTES
+
+
+def test_no_large_file_is_there_twice() -> None:
+    """Checkpoints that share a part hold a link to it. Wheels and source distributions have the file in its place."""
+    names: dict[str, list[str]] = {}
+    for name in repository_files():
+        if not (file := ROOT / name).is_symlink() and file.stat().st_size > MAX_TWIN_BYTES:
+            names.setdefault(hashlib.sha256(file.read_bytes()).hexdigest(), []).append(name)
+    assert [twins for twins in names.values() if len(twins) > 1] == []
 
 
 def test_every_folder_of_tests_has_a_budget_of_cpu_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

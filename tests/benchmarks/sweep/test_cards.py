@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.application.client import STAGES
+from benchmarks.application.client import STAGES, Client
 from benchmarks.sweep import cards
-from benchmarks.sweep.asked import check_room
+from benchmarks.sweep.asked import check_room, said_of
 from deployments.config import ServeConfig
 from tests.pipelines.support.checkpoints import tiny
 
@@ -65,8 +65,10 @@ class Machine:
         finally:
             self.events.append("end")
 
-    def client(self, url: str, base_url: str) -> httpx.Client:
-        return httpx.Client(transport=httpx.MockTransport(self._answer), base_url=base_url)
+    def client(self, url: str) -> Client:
+        client = Client(url)
+        client._transport = httpx.MockTransport(self._answer)
+        return client
 
     def _answer(self, request: httpx.Request) -> httpx.Response:
         self.limits_s.append(request.extensions["timeout"]["read"])
@@ -84,7 +86,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Machine:
     made.logs.mkdir()
     monkeypatch.setattr(cards, "occupied", made.occupied)
     monkeypatch.setattr(cards, "serving", made.serving)
-    monkeypatch.setattr(cards, "http_client", made.client)
+    monkeypatch.setattr(cards, "Client", made.client)
     return made
 
 
@@ -143,7 +145,7 @@ def test_a_process_without_memory_is_an_error_beside_what_was_seen(
 def test_an_error_names_no_folder_of_this_machine() -> None:
     error = RuntimeError("troupe serve ended with 2:\nlogs are in /tmp/troupe_bench_1/tr_2 until the next start")
     expected = "RuntimeError: troupe serve ended with 2:\nlogs are in FOLDER until the next start"
-    assert cards.said_of(error) == expected
+    assert said_of(error) == expected
 
 
 def test_a_model_that_no_savings_make_fit_is_neither_written_nor_served(machine: Machine, tmp_path: Path) -> None:

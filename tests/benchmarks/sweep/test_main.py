@@ -13,7 +13,7 @@ import httpx
 import pytest
 import torch
 
-from benchmarks.application.client import STAGES
+from benchmarks.application.client import STAGES, Client
 from benchmarks.sweep import __main__ as program
 from benchmarks.sweep import cards, lone, whole
 from benchmarks.sweep.asked import Asked
@@ -116,7 +116,8 @@ def test_a_model_is_asked_for_what_it_makes(name: str, paths: list[str]) -> None
         return httpx.Response(200, **{**found, "headers": {**found["headers"], "server-timing": times}})
 
     defaults = Checkpoint.of_configuration(name).defaults
-    with httpx.Client(transport=httpx.MockTransport(answer), base_url="http://swept") as client:
+    with Client("http://swept") as client:
+        client._transport = httpx.MockTransport(answer)
         found = whole.answers_of(client, defaults, Asked(size=Size(width=64, height=64, num_frames=5)))
     assert [request.url.path.split("/")[-1] for request in sent] == paths
     assert next(request.read().count(b"image/png") for request in sent) == defaults.min_pictures
