@@ -8,7 +8,7 @@ A runtime environment with it as ``py_executable`` runs ``worker_shim.py LEVEL S
 ``worker_shim.py SCRIPT ARGUMENTS… --serialized-runtime-env-context=JSON``.
 
 ``RAY_RAYLET_PID=PID worker_shim.py --warm`` starts the zygotes of a node ahead of its first worker, which then waits
-for no imports.
+for no imports. Without the variable it waits for the user's only raylet, as in a pod.
 
 It imports little, and of the standard library only: it runs once per worker.
 """
@@ -79,7 +79,7 @@ def warm() -> None:
 
     They have the variables that the raylet gives its workers. Nothing is started where ``TROUPE_ZYGOTES`` names others.
     """
-    raylet = os.environ.get(RAYLET_VARIABLE, "")
+    raylet = os.environ[RAYLET_VARIABLE] if RAYLET_VARIABLE in os.environ else awaited_raylet()
     try:
         with open(f"/proc/{int(raylet)}/environ", "rb") as file:
             variables = dict(one.split(b"=", 1) for one in file.read().split(b"\0") if b"=" in one)
@@ -92,6 +92,26 @@ def warm() -> None:
     directory = zygote_directory()
     for level in LEVELS:
         connect(directory, level).close()
+
+
+def awaited_raylet() -> str:
+    """Return the process id of this user's raylet; "" if there are several, or none within ``START_WITHIN_S``."""
+    import time
+
+    end_s = time.monotonic() + START_WITHIN_S
+    while not (found := [name for name in os.listdir("/proc") if name.isdigit() and is_own_raylet(name)]):
+        if time.monotonic() > end_s:
+            return ""
+        time.sleep(0.1)
+    return found[0] if len(found) == 1 else ""
+
+
+def is_own_raylet(pid: str) -> bool:
+    try:
+        with open(f"/proc/{pid}/comm") as file:
+            return file.read() == "raylet\n" and os.stat(f"/proc/{pid}").st_uid == os.getuid()
+    except OSError:  # the process has ended
+        return False
 
 
 def set_up(command: list[str]) -> None:

@@ -6,8 +6,11 @@ The parts are put together as kustomize does it; where `kubectl` is installed, i
 from __future__ import annotations
 
 import copy
+import os
+import shlex
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +21,7 @@ import kubernetes_validate
 import pytest
 import yaml
 
+from deployments import worker_shim
 from deployments.cli.cluster import SERVE_ENVIRONMENT
 from deployments.cli.serving import end_limit_s, load_config, parse_config
 from deployments.config import ServeConfig
@@ -27,6 +31,7 @@ from tests.deployments.support.commands import assert_one_line, troupe
 from tests.support.fenced import ROOT
 from tests.support.images import CUDA, image
 from tests.test_ray_cluster import gang_fits
+from tests.test_ray_up import UNSHARE
 
 FOLDER = ROOT / "kubernetes"
 VERSION = "1.34"
@@ -180,6 +185,32 @@ def test_workers_come_and_go_with_gangs() -> None:
         resources = container(group["groupName"])["resources"]
         assert resources["requests"] == resources["limits"]
         assert f"gpu{resources['limits'][GPU]}" == group["groupName"]
+
+
+def test_pods_for_gangs_import_libraries_ahead() -> None:
+    hooks = {name: container(name).get("lifecycle") for name in groups()}
+    assert hooks.pop("") is None, "the head has no gangs"
+    (hook,) = {str(hook): hook for hook in hooks.values() if hook}.values()
+    assert all(hooks.values())
+    shell, option, command = hook["postStart"]["exec"]["command"]
+    assert (shell, option) == ("sh", "-c")
+    assert command.endswith(f" -m {worker_shim.__name__} {worker_shim.WARM} || true"), "a hook that fails ends the pod"
+
+
+@pytest.mark.skipif(
+    subprocess.run([*UNSHARE, "true"], check=False).returncode != 0,
+    reason="needs namespaces of its own (unshare --user)",
+)
+def test_the_hook_finds_the_pod_s_raylet(tmp_path: Path) -> None:
+    """The raylet starts after the hook, as in a pod. It is a process of that name; the namespace has no other."""
+    shutil.copy("/bin/sleep", tmp_path / "raylet")
+    command = shlex.join(container("gpu1")["lifecycle"]["postStart"]["exec"]["command"])
+    script = f"mount --bind {tmp_path} /tmp; (sleep 1; exec /tmp/raylet 600) & {command}; ls /tmp/troupe_0_$!_*"
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for name in (worker_shim.RAYLET_VARIABLE, worker_shim.DIRECTORY_VARIABLE):
+        environment.pop(name, None)
+    done = subprocess.run([*UNSHARE, "sh", "-c", script], env=environment, capture_output=True, text=True, check=False)
+    assert {*worker_shim.LEVELS} <= {*done.stdout.split()}, done.stderr
 
 
 def test_every_node_has_the_token_and_the_same_environment() -> None:
