@@ -22,7 +22,7 @@ from engines.core.engine import RankContext
 from engines.gang.gang_config import BuildRank, RankParts
 
 BUILD_APP = f"{__name__}:build_app"
-STEP_S = 0.08
+STEP_S = 0.16
 """Seconds of a step's forwards: more than the smallest picture's take on a busy core."""
 
 

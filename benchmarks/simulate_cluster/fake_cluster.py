@@ -1,18 +1,23 @@
 """A real cluster beside the simulated one: Ray's autoscaler on fake nodes, under a load that rises and falls.
 
     python -m benchmarks.simulate_cluster.fake_cluster [--waves 1] [--wave-s 120] [--load 1.2] [--seed 1]
+    python -m benchmarks.simulate_cluster.fake_cluster --replay FILE
 
 Nodes are processes of this machine, gangs have one CPU rank each and paint with a shipped model. Arrivals, starts of
 nodes and gangs, and waits are recorded. Then the simulation runs with the same arrivals and the measured times of steps
 and starts. The last line is one JSON document with both and their ratios.
+
+``--replay`` simulates the run of such a document again, with all requests up to 0.9 s later than they were. It shows
+how much depends on the moment of a decision, which no measurement tells.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -192,13 +197,30 @@ def compare(num_waves: int, wave_s: float, load: float, seed: int) -> Comparison
     return Comparison(arrivals=arrivals, times=times, real=real, simulated=simulated(arrivals, times, SETTING))
 
 
+def replays(document: Mapping[str, Any]) -> Iterator[tuple[float, dict[str, float]]]:
+    """Yield delays of all requests, in seconds, and the ratios of the simulation with each to the real run."""
+    for delay_s in (tenths / 10 for tenths in range(10)):
+        arrivals = [
+            Arrival(at_s=at_s + delay_s, kind=SETTING.mix.named(name), seed=0)
+            for at_s, name, _ in document["latencies_s"]
+        ]
+        figures = simulated(arrivals, document["times"], SETTING).figures()
+        yield delay_s, {name: figures[name] / value for name, value in document["real"].items()}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--waves", type=int, default=1)
     parser.add_argument("--wave-s", type=float, default=120.0)
     parser.add_argument("--load", type=float, default=1.2, help="gangs that the middle of a wave keeps busy")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--replay", type=Path, help="a document of an earlier run")
     arguments = parser.parse_args()
+    if arguments.replay is not None:
+        for delay_s, ratios in replays(json.loads(arguments.replay.read_text().splitlines()[-1])):
+            print(f"{delay_s:.1f} s later:", ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items()))
+        return
+    del arguments.replay
     document = compare(arguments.waves, arguments.wave_s, arguments.load, arguments.seed).document()
     print_comparison(arguments, document)
 

@@ -12,7 +12,16 @@ from benchmarks.load.mix import Arrival
 from benchmarks.serving.fake_nodes import FakeCluster
 from benchmarks.serving.known_steps import STEP_S
 from benchmarks.simulate_cluster.comparison import Run, simulated
-from benchmarks.simulate_cluster.fake_cluster import FIRST_S, PAUSE_S, RECORDED, SETTING, Recording, compare, trace
+from benchmarks.simulate_cluster.fake_cluster import (
+    FIRST_S,
+    PAUSE_S,
+    RECORDED,
+    SETTING,
+    Recording,
+    compare,
+    replays,
+    trace,
+)
 
 COMPARED = ("mean_latency_s", "p90_latency_s", "gang_s", "node_s")
 
@@ -22,7 +31,7 @@ def recorded(name: str) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize(("name", "most_gangs"), [("dense", 3), ("sparse", 2), ("two_waves", 2)])
+@pytest.mark.parametrize(("name", "most_gangs"), [("dense", 3), ("sparse", 2), ("two_waves", 3)])
 def test_the_simulation_agrees_with_a_recorded_run_of_a_real_cluster(name: str, most_gangs: int) -> None:
     """Within 15 % on the same arrivals, with the measured times of steps and starts."""
     document = recorded(name)
@@ -32,6 +41,24 @@ def test_the_simulation_agrees_with_a_recorded_run_of_a_real_cluster(name: str, 
     for figure in COMPARED:
         assert figures[figure] == pytest.approx(document["real"][figure], rel=0.15), figure
     assert figures == pytest.approx(document["simulated"]), "what the report says"
+
+
+def test_a_run_that_hangs_on_one_moment_agrees_at_one_of_ten() -> None:
+    """A request comes when the last gang ends. Gang-seconds and node-seconds agree whichever comes first."""
+    found = [ratios for _, ratios in replays(recorded("two_waves_again"))]
+    for ratios in found:
+        assert (ratios["gang_s"], ratios["node_s"]) == pytest.approx((1.0, 1.0), abs=0.15)
+    assert any([ratios[figure] for figure in COMPARED] == pytest.approx([1.0] * 4, abs=0.15) for ratios in found)
+    assert not all(ratios["p90_latency_s"] == pytest.approx(1.0, abs=0.15) for ratios in found), "it hangs on it"
+
+
+def test_a_replay_shifts_requests_beside_decisions() -> None:
+    document = recorded("two_waves")
+    (first_s, first), *others = replays(document)
+    assert first_s == 0.0
+    assert first == pytest.approx(document["ratio"])
+    assert [delay_s for delay_s, _ in others] == pytest.approx([tenths / 10 for tenths in range(1, 10)])
+    assert any(ratios != pytest.approx(first) for _, ratios in others)
 
 
 @pytest.mark.ray
