@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -349,16 +348,11 @@ class Checkpoint:
         defaults, sizes = self.defaults, tuple(sizes)
         controls = {defaults.takes_control, defaults.needs_control}
         requests = [defaults.request(size, has_control=one) for size in sizes for one in sorted(controls, reverse=True)]
-        requests += [] if second_stage is None else self._last_stages(sizes, second_stage)
+        staged = [] if second_stage is None else filter(defaults.has_second_stage, sizes)
+        requests += [defaults.request(size, second_stage=second_stage).stages[-1] for size in staged]
         states = (self._begin(request, num_tokens) for request in requests for num_tokens in prompts)
         steps = [step for state in states for step in self._sampler.kinds(state)]
         return tuple(tuple(replace(branch, module=name) for branch in step) for step in steps for name in names)
-
-    def _last_stages(self, sizes: Iterable[Size], second_stage: SecondStage) -> Iterator[MediaRequest]:
-        """Yield the second pass of a request of each of ``sizes`` that allows two."""
-        for size in sizes:
-            with suppress(ValueError):
-                yield self.defaults.request(size, second_stage=second_stage).stages[-1]
 
     def _begin(self, request: MediaRequest, num_tokens: int) -> BlocksState:
         """Return the state of ``request`` before its first step, with blank prompts of ``num_tokens``."""

@@ -14,10 +14,12 @@ from pipelines.request import (
     MediaKind,
     MediaRequest,
     check_control_guidance,
+    check_control_scale,
     check_frame_indices,
-    check_keep_audio,
     check_second_stage,
+    check_sound,
     check_sound_samples,
+    keep_audio_fault,
 )
 from pipelines.size import MAX_SIDES, Size, SizeLimits, check_frames, largest_num_frames
 from pipelines.solver import NO_SOLVER_LIMITS, SolverLimits
@@ -216,6 +218,10 @@ class Defaults:
         sides = {name: round(getattr(self, name) * scale) for name in ("width", "height", "min_side")}
         return replace(self, **sides, size_multiple=self.size_multiple * scale.numerator)
 
+    def has_second_stage(self, size: Size) -> bool:
+        """Return whether results of two passes may have ``size``."""
+        return self.stage_scale > 0 and size.num_frames != 1 and self.enlarged._size_limits.allows(size)
+
     def with_adapters(self, *, has_merged: bool, has_named: bool) -> Defaults:
         """Return the defaults of the model as it is served.
 
@@ -298,12 +304,13 @@ class Defaults:
         yield "num_video_frames", partial(self._check_videos, request)
         yield "sound_samples", partial(self.check_kept_sound, request)
         yield "has_control", partial(self.check_control, request.has_control)
-        yield "control_scale", partial(self.check_control_scale, request)
+        has_scale, takes_control = self.control_scale > 0, self.takes_control
+        yield "control_scale", partial(check_control_scale, request, has_scale=has_scale, takes_control=takes_control)
         yield "control_guidance_start", partial(self.check_control_guidance, request)
         yield "strength", partial(self.check_strength, request)
         yield "num_layers", partial(self.check_layers, request.num_layers)
         yield "cache", partial(self.check_cache, request)
-        yield "sound", partial(self.check_sound, request)
+        yield "sound", partial(check_sound, request, makes_sound=self.make_sound)
         yield from self.solver.checks(request.solver, request.true_cfg_scale)
 
     def check_size(self, width: int, height: int) -> None:
@@ -350,14 +357,6 @@ class Defaults:
         if request.cache != "off" and (in_rounds or self.num_chunks(request.num_frames) > 1):
             raise ValueError(f"cache is {request.cache!r}; this model makes clips in chunks, with which it must be off")
         computed_steps(request.cache, self.num_steps_of(request.stages[0]))
-
-    def check_sound(self, request: MediaRequest) -> None:
-        if not request.sound:
-            return
-        if not self.make_sound:
-            raise ValueError("generate_sound is true; this model makes no sound")
-        if request.num_frames == 1:
-            raise ValueError("generate_sound is true, and num_frames is 1; a picture has no sound")
 
     def num_steps_of(self, request: MediaRequest) -> int:
         """Return the requested steps, times the number of chunks; with strength, only the last part of them.
@@ -445,10 +444,18 @@ class Defaults:
         for number in request.further_video_frames:
             self._check_video_length(number)
 
+    @property
+    def may_keep_audio(self) -> bool:
+        """The sound of clips can be kept by requests that say nothing of the result's own sound."""
+        return not self._keep_audio_fault(self.make_sound)
+
     def check_keep_audio(self, sound: bool | None = None) -> None:
         """Raise ValueError if the sound of clips cannot be kept. ``sound``: what the request says of the result's."""
-        makes_sound = self.make_sound if sound is None else sound
-        check_keep_audio(self.max_video_frames > 0, self.video_sound_rate > 0, makes_sound, self.keeps_length)
+        if fault := self._keep_audio_fault(self.make_sound if sound is None else sound):
+            raise ValueError(fault)
+
+    def _keep_audio_fault(self, makes_sound: bool) -> str:
+        return keep_audio_fault(self.max_video_frames > 0, self.video_sound_rate > 0, makes_sound, self.keeps_length)
 
     def check_kept_sound(self, request: MediaRequest) -> None:
         if request.sound_samples:
@@ -460,14 +467,6 @@ class Defaults:
             raise ValueError("a control picture came along; this model takes none: leave control_image out")
         if self.needs_control and not has_control:
             raise ValueError("this model follows a control picture, and none came along: send one as control_image")
-
-    def check_control_scale(self, request: MediaRequest) -> None:
-        if request.control_scale is not None and not self.control_scale:
-            allowed = "this model has none to set" if self.takes_control else "this model takes no control picture"
-            raise ValueError(f"control_scale is {request.control_scale:g}; {allowed}: leave it out")
-        if request.control_scale is not None and self.takes_control and not request.has_control:
-            missing = "no control picture came along: send one as control_image, or leave it out"
-            raise ValueError(f"control_scale is {request.control_scale:g}, and {missing}")
 
     def check_control_guidance(self, request: MediaRequest) -> None:
         check_control_guidance(request, is_taken=self.takes_control_guidance)

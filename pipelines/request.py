@@ -217,23 +217,32 @@ def check_second_stage(request: MediaRequest, scale: float) -> None:
         raise ValueError("num_frames is 1, and a second pass is for clips: make it larger, or leave that out")
 
 
+def check_sound(request: MediaRequest, *, makes_sound: bool) -> None:
+    """Raise ValueError if ``request`` asks for a sound that its result cannot have."""
+    if request.sound and not makes_sound:
+        raise ValueError("generate_sound is true; this model makes no sound")
+    if request.sound and request.num_frames == 1:
+        raise ValueError("generate_sound is true, and num_frames is 1; a picture has no sound")
+
+
 def check_sound_samples(sound_samples: tuple[int, ...]) -> None:
     """Raise ValueError if all clips of a request that keeps their sound have none."""
     if not any(sound_samples):
         raise ValueError("keep_audio is true, and no clip with a sound came along: leave it out, or send one")
 
 
-def check_keep_audio(takes_clips: bool, hears_clips: bool, makes_sound: bool, keeps_length: bool) -> None:
-    """Raise ValueError if a model can neither hear the sound of a clip nor copy it into the result."""
+def keep_audio_fault(takes_clips: bool, hears_clips: bool, makes_sound: bool, keeps_length: bool) -> str:
+    """Return why a model can neither hear the sound of a clip nor copy it into the result; empty if it can."""
     if hears_clips:
-        return
+        return ""
     if not takes_clips:
-        raise ValueError("keep_audio is true; this model takes no clip whose sound it could keep: leave it out")
+        return "keep_audio is true; this model takes no clip whose sound it could keep: leave it out"
     if makes_sound:
-        raise ValueError("keep_audio is true; this model makes a sound of its own, and hears none: leave it out")
-    if not keeps_length:
-        beside = "the result of this model does not run beside the clip, and it hears none"
-        raise ValueError(f"keep_audio is true; {beside}: leave it out")
+        return "keep_audio is true; this model makes a sound of its own, and hears none: leave it out"
+    if keeps_length:
+        return ""
+    beside = "the result of this model does not run beside the clip, and it hears none"
+    return f"keep_audio is true; {beside}: leave it out"
 
 
 def check_frame_indices(request: MediaRequest, places: tuple[int, ...], frame_multiple: int) -> None:
@@ -252,6 +261,16 @@ def check_frame_indices(request: MediaRequest, places: tuple[int, ...], frame_mu
             f"two pictures belong to one place of the clip: frame 0 is one, then each {frame_multiple} frames "
             "are; give frame_indices further apart, a longer clip, or fewer pictures"
         )
+
+
+def check_control_scale(request: MediaRequest, *, has_scale: bool, takes_control: bool) -> None:
+    """Raise ValueError if ``request`` has a weight of a control that its model does not have, or no control for it."""
+    given = f"control_scale is {request.control_scale:g}" if request.control_scale is not None else ""
+    if given and not has_scale:
+        allowed = "this model has none to set" if takes_control else "this model takes no control picture"
+        raise ValueError(f"{given}; {allowed}: leave it out")
+    if given and takes_control and not request.has_control:
+        raise ValueError(f"{given}, and no control picture came along: send one as control_image, or leave it out")
 
 
 def check_control_guidance(request: MediaRequest, *, is_taken: bool) -> None:

@@ -68,6 +68,10 @@ class SizeLimits:
             allowed = f"at most {self.max_pixels} pixels are allowed, such as {self.nearest(width, height)}"
             raise ValueError(f"{given}, {width * height} pixels: {allowed}")
 
+    def allows(self, size: Size) -> bool:
+        """Return whether ``check`` raises no error."""
+        return self.nearest(size.width, size.height) == Size(width=size.width, height=size.height)
+
     def nearest(self, width: float, height: float) -> Size:
         """Return the nearest multiples; if they exceed ``max_pixels``, smaller ones of about the same shape."""
         sides = [self._side(round(side / self.multiple)) for side in (width, height)]

@@ -72,7 +72,7 @@ class Needs:
         takes_mask = masks if self.has_mask else not defaults.needs_mask
         takes_strength = defaults.takes_strength or self.strength is None
         takes_layers = defaults.max_layers > 0 or self.num_layers is None
-        takes_sound = not self.keeps_audio or _may_keep_audio(defaults)
+        takes_sound = not self.keeps_audio or defaults.may_keep_audio
         takes_clips = self.num_videos <= max(1, defaults.max_videos)
         takes_places = defaults.takes_frame_indices or not self.has_frame_indices
         suits = defaults.edits or self.num_pictures == 0 or self.strength is not None or self.num_layers is not None
@@ -82,14 +82,6 @@ class Needs:
             not (takes_mask and takes_strength and takes_layers and takes_places and takes_sound and takes_clips),
             not suits,
         )
-
-
-def _may_keep_audio(defaults: Defaults) -> bool:
-    try:
-        defaults.check_keep_audio()
-    except ValueError:
-        return False
-    return True
 
 
 NO_NEEDS = Needs()

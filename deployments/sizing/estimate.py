@@ -172,10 +172,14 @@ class WeightsAlone:
 
 def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
     """Return the estimate, from configurations only. ValueError if the model or the machine does not allow it."""
+    return estimate_of(options, open_model(options))
+
+
+def open_model(options: EstimateOptions) -> Checkpoint:
+    """Return the checkpoint of ``options``, without weights. ValueError for options that no model allows."""
     import torch
 
     from engines.core.spec import check_attention_choice
-    from engines.torch_engine.config import check_divisible
     from pipelines.checkpoint import Checkpoint
     from pipelines.loading import resolve_dtype
 
@@ -184,16 +188,23 @@ def make_estimate(options: EstimateOptions) -> Estimate | WeightsAlone:
         raise ValueError(f"--ranks is {options.num_ranks}; it must be at least 1")
     on_cpu = options.measure and not _has_gpus(options.num_ranks)
     dtype = resolve_dtype(options.dtype, torch.device("cpu") if on_cpu else torch.device("cuda"))
-    checkpoint = Checkpoint.of_configuration(options.model, "cpu", dtype)
+    return Checkpoint.of_configuration(options.model, "cpu", dtype)
+
+
+def estimate_of(options: EstimateOptions, checkpoint: Checkpoint) -> Estimate | WeightsAlone:
+    """Return the estimate for ``checkpoint``, from ``open_model``. ValueError as for ``make_estimate``."""
+    from engines.torch_engine.config import check_divisible
+    from pipelines.checkpoint import Checkpoint
+
     model, request = checkpoint.weightless(), options.request(checkpoint.defaults)
     check_divisible(model, "one that fits", options.num_ranks)
-    parts = Checkpoint.of_configuration(options.model, "meta", dtype).footprint(request)
+    parts = Checkpoint.of_configuration(options.model, "meta", checkpoint.dtype).footprint(request)
     if checkpoint.spec.has_known_conditioning:
         return _estimate(options, checkpoint, model, request, parts)
     weights = [weight for module in model.modules.values() for weight in module.parameters()]
     return WeightsAlone(
         model=options.model,
-        dtype=dtype,
+        dtype=checkpoint.dtype,
         num_parameters=sum(weight.numel() for weight in weights),
         weight_bytes=sum(weight.nbytes for weight in weights),
         parts=parts,

@@ -10,15 +10,19 @@ from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from deployments.config import AppConfig
 from deployments.model_config import ModelConfig, check_sleeping
-from deployments.sizing.estimate import Estimate, EstimateOptions, make_estimate
+from deployments.sizing.estimate import Estimate, EstimateOptions, estimate_of, open_model
 from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes
 from deployments.sizing.savings import Budget, BudgetRules, choose_savings, extra_s_of
 from engines.core.spec import scheme_of
 from pipelines.libraries import quiet_libraries
 from pipelines.size import Size
+
+if TYPE_CHECKING:
+    from pipelines.checkpoint import Checkpoint
 
 USUAL_MACHINES = ("rtx-4090", "l40s", "h100", "h200")
 """Machines whose figures predict costs for a size of memory if no GPU is here, smallest first."""
@@ -113,36 +117,30 @@ def budget_of(model: ModelConfig) -> Budget:
     """Return the budget of a model with ``memory_gib``. ValueError if it does not fit, or its steps are unknown."""
     assert model.memory_gib is not None
     sizes = sorted(model.denoiser.warm_sizes, key=lambda size: size.width * size.height * (size.num_frames or 1))
-    sigmas = _second_stage_sigmas(model)
-    try:
-        fit, times = _fit_of(model, sizes[-1] if sizes else None, second_stage_sigmas=sigmas)
-    except ValueError:
-        if not sigmas:
-            raise
-        fit, times = _fit_of(model, sizes[-1] if sizes else None)  # no result of two passes has this size
+    fit, times = _fit_of(model, sizes[-1] if sizes else None)
     return choose_savings(fit, times, model.memory_gib, rules_for(model, fit.machine.quantised))
 
 
-def _second_stage_sigmas(model: ModelConfig) -> tuple[float, ...]:
-    """Return the noise levels of the second pass that a recipe of ``model`` has; empty: none has one."""
-    from deployments.stages.rank import second_stage_of
-    from pipelines.checkpoint import Checkpoint
-
-    if not model.recipes:
-        return ()
-    second = second_stage_of(model, Checkpoint.of_configuration(model.source))
-    return () if second is None else second.sigmas
-
-
 def predicted_s(model: ModelConfig, budget: Budget, size: Size, num_steps: int) -> float:
-    """Return the predicted seconds of a request with a new prompt to ``model`` with the savings of ``budget``."""
+    """Return the predicted seconds of a request with a new prompt to ``model`` with the savings of ``budget``.
+
+    If a recipe has a second pass, and ``size`` allows one, its steps follow the ``num_steps`` of the first.
+    """
     fit, times = _fit_of(model, size, num_steps)
     return times.total_s + extra_s_of(fit, times, rules_for(model, fit.machine.quantised), budget.savings)
 
 
-def _fit_of(
-    model: ModelConfig, size: Size | None, num_steps: int | None = None, *, second_stage_sigmas: tuple[float, ...] = ()
-) -> tuple[Fit, RequestTimes]:
+def _second_stage_sigmas(model: ModelConfig, checkpoint: Checkpoint, size: Size | None) -> tuple[float, ...]:
+    """Return the noise levels of a recipe's second pass; empty: no recipe has one, or no result of it has ``size``."""
+    from deployments.stages.rank import second_stage_of
+
+    second = second_stage_of(model, checkpoint) if model.recipes else None
+    if second is None or not (size is None or checkpoint.defaults.has_second_stage(size)):
+        return ()
+    return second.sigmas
+
+
+def _fit_of(model: ModelConfig, size: Size | None, num_steps: int | None = None) -> tuple[Fit, RequestTimes]:
     """Return the memory and the times of a request. ValueError if steps of ``model`` are unknown before one."""
     assert model.memory_gib is not None
     denoiser = model.denoiser
@@ -155,10 +153,11 @@ def _fit_of(
         machine=machine_like(model.memory_gib),
         num_steps=num_steps,
         memory_gib=model.memory_gib,
-        second_stage_sigmas=second_stage_sigmas,
     )
     with quiet_libraries():
-        estimate = make_estimate(options)
+        checkpoint = open_model(options)
+        sigmas = _second_stage_sigmas(model, checkpoint, size)
+        estimate = estimate_of(replace(options, second_stage_sigmas=sigmas), checkpoint)
     if not isinstance(estimate, Estimate):
         raise ValueError(f"memory_gib is {model.memory_gib:g}, but {estimate.reason}: leave it out")
     return _with_adapters(_with_limit(estimate.fit, model), model), estimate.times

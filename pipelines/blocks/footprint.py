@@ -31,9 +31,10 @@ PUBLISHED_ENCODERS = Path(__file__).parents[1] / "published_encoders.json"
 WORKSPACE = 1.6
 """Memory of a decode as a multiple of its live tensors, for workspaces of kernels and gaps of the allocator.
 
-Measured on an H200 (benchmarks/reports/application_h200_2026-11-23.md and application_one_h200_2026-11-24.md), weights
-included: 9.7 GiB for 2048x2048 by FLUX.1's auto-encoder, 9.3 for 832x480x81 by Wan's, 8.9 for 848x480x121 by
-HunyuanVideo's; this gives 9.8, 12.1 and 11.0.
+Values of earlier frames in the cache of a clip in chunks count once: no kernel works on them all. Measured on an H200
+(benchmarks/reports/application_h200_2026-11-23.md and application_one_h200_2026-11-24.md), weights included: 9.7 GiB
+for 2048x2048 by FLUX.1's auto-encoder, 9.3 for 832x480x81 by Wan's in float32, of which the cache is 3.5, 8.9 for
+848x480x121 by HunyuanVideo's; this gives 9.8, 10.0 and 9.4.
 """
 COUNTED_FRAMES = 3
 """Latent frames of a chunked clip that are counted; all later ones equal the last."""
@@ -84,6 +85,11 @@ class ForwardMeter:
         """Peak memory of live results."""
         return self._storages.peak_bytes
 
+    @property
+    def live_bytes(self) -> int:
+        """Memory of results that are live now."""
+        return self._storages.live_bytes
+
 
 class _FusedAttention(TorchFunctionMode):
     """Fused attention: on "meta" it would otherwise allocate the products of all queries with all keys."""
@@ -109,7 +115,7 @@ class _Storages(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.moved_bytes = self.peak_bytes = self._live_bytes = 0
+        self.moved_bytes = self.peak_bytes = self.live_bytes = 0
         self._live: set[int] = set()
         self._num_operators = 0
 
@@ -134,13 +140,13 @@ class _Storages(TorchDispatchMode):
         if key in self._live:
             return
         self._live.add(key)
-        self._live_bytes += size
-        self.peak_bytes = max(self.peak_bytes, self._live_bytes)
+        self.live_bytes += size
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._release, key, size)
 
     def _release(self, key: int, size: int) -> None:
         self._live.discard(key)
-        self._live_bytes -= size
+        self.live_bytes -= size
 
 
 def _tensors(values: Any) -> list[Tensor]:
@@ -297,12 +303,13 @@ def _decode_work(opened: OpenedPipeline, latents: Mapping[str, Any]) -> tuple[St
 
 def _chunked_decode_work(vae: Any, z: Tensor) -> tuple[StageWork, int]:
     """Extrapolate: each latent frame after the second costs as much as the previous one."""
-    meters = []
+    meters, cache_bytes = [], 0
     for num_frames in (COUNTED_FRAMES - 1, COUNTED_FRAMES):
         piecewise = ChunkedVae(vae)
         with ForwardMeter() as meter:
             for _ in range(num_frames):
                 piecewise.decode(z[:, :, :num_frames])
+            cache_bytes = meter.live_bytes  # the frames themselves are gone
         meters.append(meter)
     few, more = meters
     num_left = z.shape[2] - COUNTED_FRAMES
@@ -310,7 +317,7 @@ def _chunked_decode_work(vae: Any, z: Tensor) -> tuple[StageWork, int]:
         flops=more.flops + num_left * (more.flops - few.flops),
         moved_bytes=more.moved_bytes + num_left * (more.moved_bytes - few.moved_bytes),
     )
-    return work, int(WORKSPACE * more.peak_bytes)
+    return work, cache_bytes + int(WORKSPACE * (more.peak_bytes - cache_bytes))
 
 
 class _Decoding(Exception):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -102,3 +104,12 @@ def test_a_model_of_one_kind_makes_no_other() -> None:
 def test_pictures_of_a_published_model_are_by_its_pipeline_s_own_defaults() -> None:
     picture = Checkpoint.of_configuration("Cosmos3-Nano").defaults.of("image").request()
     assert (picture.width, picture.height, picture.num_frames, picture.num_inference_steps) == (1280, 720, 1, 35)
+
+
+def test_a_model_may_keep_a_sound_if_its_check_raises_nothing() -> None:
+    for keeps_length, make_sound, hears, takes_clips in product((False, True), repeat=4):
+        one = replace(CLIP, keeps_length=keeps_length, make_sound=make_sound)
+        one = replace(one, video_sound_rate=24_000 * hears, max_video_frames=9 * takes_clips)
+        assert one.may_keep_audio == (hears or (takes_clips and keeps_length and not make_sound))
+        with nullcontext() if one.may_keep_audio else pytest.raises(ValueError, match="keep_audio is true; "):
+            one.check_keep_audio()

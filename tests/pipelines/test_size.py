@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -186,3 +188,15 @@ def test_a_clip_is_no_longer_than_its_file_can_be(tiny_wan: Path) -> None:
     with pytest.raises(ValueError, match="size is 16400x16; width and height must be at most 16384"):
         defaults.check_size(16_400, 16)
     assert str(defaults.nearest_size(99_999, 16)) == "16384x16"
+
+
+@pytest.mark.parametrize("limits", [SizeLimits(multiple=16, max_pixels=96 * 64, min_side=40, max_side=100)])
+def test_a_size_is_allowed_if_its_check_raises_nothing(limits: SizeLimits) -> None:
+    allowed = []
+    for width, height in product(range(0, 130, 8), repeat=2):
+        with suppress(ValueError):
+            limits.check(width, height)
+            allowed.append((width, height))
+    assert allowed
+    sizes = (Size(width=width, height=height, num_frames=5) for width, height in product(range(0, 130, 8), repeat=2))
+    assert [(size.width, size.height) for size in sizes if limits.allows(size)] == allowed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 from deployments.checks import check_positive
@@ -29,11 +30,15 @@ class PictureLimits:
     max_video_frames: int = 3600
     """Limit of the frames that are decoded."""
     max_video_decode_s: float = 30.0
-    """Limit of the time of decoding."""
+    """Limit of the time in which all clips of a request, with their sounds, are decoded."""
     max_sound_s: float = 300.0
     """Limit of the length of a clip whose sound is kept."""
     picture_origins: tuple[str, ...] = ()
     """Beginnings of allowed URLs, such as "https://images.example.com"."""
+
+    def decode_end_s(self) -> float:
+        """Return when clips whose decoding begins now have taken too long, by the monotonic clock."""
+        return time.monotonic() + self.max_video_decode_s
 
     def __post_init__(self) -> None:
         check_positive(self, "max_input_pictures", "max_picture_bytes", "max_picture_pixels")

@@ -45,11 +45,14 @@ class SoundForm:
     """Length of the frames."""
 
 
-def read_sound(data: bytes, container: str, param: str, limits: PictureLimits, form: SoundForm) -> InputSound | None:
+def read_sound(
+    data: bytes, container: str, param: str, limits: PictureLimits, form: SoundForm, end_s: float
+) -> InputSound | None:
     """Return the sound beside the frames, mono or stereo; None without one.
 
     It begins with silence if the file's sound begins later. FFmpeg resamples it, and mixes further channels into two.
-    RequestError for a format that is not read, and above a limit; av.FFmpegError for a broken stream.
+    RequestError for a format that is not read, above a limit, and if it is not decoded at ``end_s`` (of the monotonic
+    clock); av.FFmpegError for a broken stream.
     """
     import av
 
@@ -62,7 +65,7 @@ def read_sound(data: bytes, container: str, param: str, limits: PictureLimits, f
             return None
         _check(stream.codec_context, param)
         num_samples = round(form.duration_s * form.rate)
-        pieces = list(_pieces(opened, stream, param, limits, form, num_samples))
+        pieces = list(_pieces(_frames(opened, stream, param, limits, end_s), stream, form, num_samples))
     samples_CT = np.concatenate(pieces, axis=1)[:, :num_samples] if pieces else np.empty((1, 0), np.float32)
     if not samples_CT.shape[1]:
         return None
@@ -92,10 +95,12 @@ def _refusal(fault: str, param: str) -> RequestError:
 
 
 def _pieces(
-    opened: Any, stream: Any, param: str, limits: PictureLimits, form: SoundForm, num_samples: int
+    frames: Iterator[av.AudioFrame | None], stream: Any, form: SoundForm, num_samples: int
 ) -> Iterator[NDArray[np.float32]]:
-    """Yield samples, (channels, samples) each, from ``start_s`` on, until there are at least ``num_samples``."""
-    frames = _frames(opened, stream, param, limits)
+    """Yield samples, (channels, samples) each, from ``start_s`` on, until there are at least ``num_samples``.
+
+    No further one of ``frames`` is decoded then.
+    """
     first = next(frames)
     if first is None:
         return
@@ -146,11 +151,12 @@ def _start_s(frame: av.AudioFrame) -> float:
     return 0.0 if frame.pts is None or frame.time_base is None else float(frame.pts * frame.time_base)
 
 
-def _frames(opened: Any, stream: Any, param: str, limits: PictureLimits) -> Iterator[av.AudioFrame | None]:
+def _frames(
+    opened: Any, stream: Any, param: str, limits: PictureLimits, end_s: float
+) -> Iterator[av.AudioFrame | None]:
     """Yield the decoded frames, and None at their end."""
     import av
 
-    end_s = time.monotonic() + limits.max_video_decode_s
     stream.codec_context.thread_count = 1
     for packet in opened.demux(stream):
         if time.monotonic() > end_s:

@@ -60,21 +60,22 @@ def unpack(sources: Sources, limits: PictureLimits, form_of: FormBeside | None =
         forms.append(form_of(head, pictures))
         return forms[0]
 
-    video = _video(sources.video, limits, form)
-    further = tuple(_video(one, limits, lambda _: forms[0]) for one in sources.further_videos)
+    end_s = limits.decode_end_s()  # one for all clips and their sounds
+    video = _video(sources.video, limits, form, end_s)
+    further = tuple(_video(one, limits, lambda _: forms[0], end_s) for one in sources.further_videos)
     pictures = replace(pictures, video=video, further_videos=further)
     if sources.video_mask is None:
         return pictures
     form_of_mask = replace(forms[0], max_frames=video.num_frames, is_cut=True, frame_multiple=1, min_frames=1)
     form_of_mask = replace(form_of_mask, sound_rate=0)
-    return replace(pictures, video_mask=_video_mask(sources.video_mask, limits, form_of_mask))
+    return replace(pictures, video_mask=_video_mask(sources.video_mask, limits, form_of_mask, end_s))
 
 
-def _video(source: Source, limits: PictureLimits, form_of: FormOf) -> InputVideo:
-    return read_video(bytes_of(source, VIDEO_FIELD, limits, VIDEO), VIDEO_FIELD, limits, form_of)
+def _video(source: Source, limits: PictureLimits, form_of: FormOf, end_s: float) -> InputVideo:
+    return read_video(bytes_of(source, VIDEO_FIELD, limits, VIDEO), VIDEO_FIELD, limits, form_of, end_s)
 
 
-def _video_mask(source: Source, limits: PictureLimits, form: VideoForm) -> InputVideo:
+def _video_mask(source: Source, limits: PictureLimits, form: VideoForm, end_s: float) -> InputVideo:
     """Return the mask of a clip in its ``form``: a clip of that length, or a picture for all frames."""
     from PIL import Image, ImageOps
 
@@ -82,7 +83,7 @@ def _video_mask(source: Source, limits: PictureLimits, form: VideoForm) -> Input
     kind = VIDEO if is_clip(data) else PICTURE
     check_num_bytes(len(data), MASK_FIELD, max_bytes_of(kind, limits), kind)
     if kind is VIDEO:
-        mask = read_video(data, MASK_FIELD, limits, lambda _: form)
+        mask = read_video(data, MASK_FIELD, limits, lambda _: form, end_s)
         if mask.num_frames != form.max_frames:
             message = f"mask has {mask.num_frames} frames at {form.fps} fps, and the clip {form.max_frames}"
             raise RequestError(f"{message}: make them as long, or send a picture", MASK_FIELD)

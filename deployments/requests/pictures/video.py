@@ -87,20 +87,24 @@ def is_clip(data: bytes) -> bool:
     return data[4:8] in MOV_ATOMS or data.startswith((EBML, GIF))
 
 
-def read_video(data: bytes, param: str, limits: PictureLimits, form_of: FormOf) -> InputVideo:
+def read_video(
+    data: bytes, param: str, limits: PictureLimits, form_of: FormOf, end_s: float | None = None
+) -> InputVideo:
     """Return the clip in the form that ``form_of`` chooses by its head.
 
     Frames are upright, blended onto white, and scaled to the size: cropped around the centre, or on black. At each
     instant of the constant rate, the nearest frame before it or half an interval after it is shown. RequestError for
-    another kind of file, a broken one, and above a limit. It takes time: not for an event loop.
+    another kind of file, a broken one, above a limit, and if it is not decoded at ``end_s``, by the monotonic clock;
+    None: after ``limits.max_video_decode_s``. It takes time: not for an event loop.
     """
     import av
 
+    end_s = limits.decode_end_s() if end_s is None else end_s
     name = _container(data, param)
     if name == "mov":
         data = _with_small_index(data, param)
     with _naming(param), av.open(io.BytesIO(data), "r", format=name, options=OPTIONS) as container:
-        file = _File(container=container, param=param, limits=limits)
+        file = _File(container=container, param=param, limits=limits, end_s=end_s)
         first, frames = file.open()
         form = form_of(_head(first))
         video = _in_form(_at_rate(chain([first], frames), form.fps), form, param)
@@ -108,7 +112,7 @@ def read_video(data: bytes, param: str, limits: PictureLimits, form_of: FormOf) 
         return video
     sound_form = SoundForm(rate=form.sound_rate, start_s=file.start_s, duration_s=video.num_frames / form.fps)
     with _naming(param):
-        return replace(video, sound=read_sound(data, name, param, limits, sound_form))
+        return replace(video, sound=read_sound(data, name, param, limits, sound_form, end_s))
 
 
 def _container(data: bytes, param: str) -> str:
@@ -185,14 +189,13 @@ class _File:
     """Field of the clip in the body, for messages."""
     limits: PictureLimits
     """Limits of bytes, frames and time."""
+    end_s: float
+    """When decoding has taken too long, by the monotonic clock."""
     start_s: float = field(default=0.0, init=False)
     """When the first frame is shown, by the file's clock."""
-    _end_s: float = field(default=0.0, init=False)
-    """When decoding has taken too long, by the monotonic clock."""
 
     def open(self) -> tuple[_TimedFrame, Iterator[_TimedFrame]]:
         """Return the first frame and the others."""
-        self._end_s = time.monotonic() + self.limits.max_video_decode_s
         frames = self._frames()
         first = next(frames, None)
         if first is None:
@@ -230,7 +233,7 @@ class _File:
             context = av.CodecContext.create(WITH_OPACITY[context.name], "r")
         context.thread_count, context.options = 1, {"max_pixels": str(self.limits.max_video_pixels)}
         for packet in self.container.demux(stream):
-            if time.monotonic() > self._end_s:
+            if time.monotonic() > self.end_s:
                 took = f"is not decoded after {self.limits.max_video_decode_s:g} s"
                 raise self._too_large(took, "make it smaller or shorter")
             if packet.is_corrupt:

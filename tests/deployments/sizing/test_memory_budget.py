@@ -14,6 +14,7 @@ from deployments.http.answers import Model
 from deployments.ingress import make_cards
 from deployments.model_config import ModelConfig
 from deployments.sizing import memory_budget
+from deployments.sizing.estimate import Estimate, EstimateOptions, make_estimate
 from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, OtherPass, RequestTimes, StageMemory
 from deployments.sizing.memory_budget import applied, budget_of, machine_like, predicted_s, rules_for, with_budgets
 from deployments.sizing.savings import Budget, BudgetRules, Saving, choose_savings, extra_s_of
@@ -22,6 +23,7 @@ from engines.planner.forecast import forecast
 from engines.planner.machine import MACHINES
 from engines.planner.profile import ModelProfile, StreamCost
 from pipelines.checkpoint import Checkpoint
+from pipelines.models.ltx2.spec import REFINED
 from pipelines.size import Size
 
 ALL = BudgetRules()
@@ -390,6 +392,38 @@ def test_recipes_with_a_second_pass_count_its_steps_and_the_upsampler() -> None:
         name="ltx", recipes={"two-stages": {}}, **{**one, "denoiser": {**ONE_RANK, "warm_sizes": ["736x480"]}}
     )
     assert budget_of(beyond).num_bytes < small, "no result of two passes has this size"
+
+
+def test_both_passes_of_a_request_are_predicted() -> None:
+    """A size that no result of two passes has is predicted for one."""
+    path = {"path": "LTX-2", "memory_gib": 141, "denoiser": ONE_RANK}
+    plain, two = model(name="ltx", **path), model(name="ltx", recipes={"two-stages": {}}, **path)
+    large, single = Size(width=1536, height=1024), Size(width=736, height=480)
+    options = EstimateOptions(model="LTX-2", num_ranks=1, machine="h200", memory_gib=141, num_steps=20)
+    options = replace(options, size=str(large), second_stage_sigmas=REFINED.second_stage_sigmas)
+    both = make_estimate(options)
+    assert isinstance(both, Estimate)
+    assert both.times.second_num_steps == 3
+    budget = Budget(memory_gib=141, num_bytes=0, host_bytes=0, savings=())
+    assert predicted_s(two, budget, large, 20) == pytest.approx(both.times.total_s)
+    assert predicted_s(two, budget, single, 20) == predicted_s(plain, budget, single, 20)
+
+
+def test_a_model_with_a_second_pass_is_opened_as_often_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = {"path": "LTX-2", "memory_gib": 141, "denoiser": {**ONE_RANK, "warm_sizes": ["736x480"]}}
+    opened, own = list[str](), Checkpoint.of_configuration
+
+    def of_configuration(source: str, *args: Any) -> Checkpoint:
+        opened.append(source)
+        return own(source, *args)
+
+    monkeypatch.setattr(Checkpoint, "of_configuration", of_configuration)
+    numbers = []
+    for names in ((), ("two-stages",)):
+        budget_of(model(name="ltx", recipes={name: {} for name in names}, **path))
+        numbers.append(len(opened))
+        opened.clear()
+    assert numbers[0] == numbers[1] > 0
 
 
 def test_seconds_of_savings_count_the_steps_of_both_passes() -> None:

@@ -259,6 +259,30 @@ def read_with_a_bad_disk(file: Path, context: RankContext) -> BuildRank:
     return load_fake(context)
 
 
+def decide_without_a_checkpoint(folder: Path, context: RankContext) -> BuildRank:
+    """Rank 1 fails before the exchange that decides whether weights are loaded sliced, in which rank 0 waits."""
+    import torch
+
+    from engines.planner.measure import smallest_memory_bytes
+
+    if context.rank == 1:
+        raise OSError(f"rank {context.rank} finds no checkpoint")
+    (folder / "waits").touch()
+    smallest_memory_bytes(torch.device("cpu"))
+    (folder / "went on").touch()
+    return load_fake(context)
+
+
+async def test_a_rank_that_fails_before_an_exchange_ends_the_start_with_its_own_error(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    """No deadline passes, since the clock is set: rank 0 would wait for ever."""
+    load = partial(decide_without_a_checkpoint, tmp_path)
+    with group_for(CONFIG) as group, pytest.raises(OSError, match="rank 1 finds no checkpoint"):
+        await Gang.start(CONFIG, load, placement_group=group, clock=SetClock())
+    assert not (tmp_path / "went on").exists()
+
+
 async def test_a_rank_that_cannot_read_its_share_ends_the_start_with_its_own_error(
     ray_cluster: None, tmp_path: Path
 ) -> None:

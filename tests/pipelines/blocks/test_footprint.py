@@ -95,14 +95,14 @@ def test_encoders_of_published_models_take_what_is_published(model: str, part: s
         ("HunyuanVideo-1.5-480p_t2v", Size(width=848, height=480, num_frames=121), 8.9),
     ],
 )
-def test_a_decode_takes_about_what_was_measured(model: str, size: Size, measured_gib: float) -> None:
-    """On an H200, weights included, within 35 %: benchmarks/reports/application_h200_2026-11-23.md and
-    application_one_h200_2026-11-24.md."""
+def test_a_decode_takes_what_was_measured_or_little_more(model: str, size: Size, measured_gib: float) -> None:
+    """On an H200, weights included: benchmarks/reports/application_h200_2026-11-23.md and
+    application_one_h200_2026-11-24.md. A tenth too much at most, and never too little."""
     parts = found(model, size)
     assert parts.decode_bytes is not None
     weights = parts.decoder["vae"]
     assert weights is not None
-    assert (parts.decode_bytes + weights) / GIB == pytest.approx(measured_gib, rel=0.35)
+    assert measured_gib < (parts.decode_bytes + weights) / GIB < 1.1 * measured_gib
 
 
 def test_what_nobody_knows_is_said() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import tracemalloc
 from fractions import Fraction
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import av
@@ -14,9 +16,13 @@ import pytest
 from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3AudioReference
 from numpy.typing import NDArray
 
+from deployments.requests.pictures import limits, sound, video
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.sound import MAX_BLOCK_SAMPLES
-from pipelines.request import InputSound
+from deployments.requests.pictures.sources import Sources
+from deployments.requests.pictures.unpack import unpack
+from deployments.requests.request_errors import RequestError
+from pipelines.request import InputPictures, InputSound
 from tests.deployments.requests.pictures.test_video import FPS, GREYS, MP4, NUM_FRAMES, form, read, refusal
 
 RATE = 16_000
@@ -193,6 +199,43 @@ def test_a_clip_without_a_sound_has_none_and_one_that_is_dropped_is_not_read() -
 def test_only_the_frames_that_are_kept_are_heard() -> None:
     data = with_sound(tone(2, RATE, 1.0))
     assert samples_of(sound_of(data, max_frames=3, is_cut=True)).shape == (2, round(3 / FPS * RATE))
+
+
+def test_what_is_after_the_last_frame_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers, check = list[int](), sound._check_frame
+
+    def counted(frame: av.AudioFrame, param: str) -> None:
+        numbers.append(frame.samples)
+        check(frame, param)
+
+    monkeypatch.setattr(sound, "_check_frame", counted)
+    data = with_sound(tone(2, RATE, 20.0))
+    kept = samples_of(sound_of(data, max_frames=3, is_cut=True)).shape[1]
+    assert kept <= sum(numbers) < kept + 4 * max(numbers), "of twenty seconds"
+
+
+def test_all_clips_of_a_request_and_their_sounds_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each look at the clock takes a second. A clip alone is in time, and three are not."""
+    ticks = count()
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    for module in (limits, sound, video):
+        monkeypatch.setattr(module, "time", clock, raising=False)
+    data = with_sound(tone(2, RATE, 1.0))
+
+    def unpacked(number: int, limit_s: float) -> InputPictures:
+        others = (data,) * (number - 1)
+        sources = Sources(param="input_reference", video=data, further_videos=others)
+        allowed = PictureLimits(max_video_decode_s=limit_s)
+        return unpack(sources, allowed, lambda *_: form(sound_rate=RATE))
+
+    began = next(ticks)
+    assert unpacked(1, 1e9).videos[0].sound is not None
+    own_s = next(ticks) - began
+    assert len(unpacked(3, 3.5 * own_s).videos) == 3
+    assert len(unpacked(1, 1.5 * own_s).videos) == 1
+    with pytest.raises(RequestError, match="is not decoded after") as raised:
+        unpacked(3, 1.5 * own_s)
+    assert raised.value.code == "video_too_large"
 
 
 def test_what_is_before_the_first_frame_takes_no_memory() -> None:
