@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
@@ -114,6 +116,14 @@ def denoised_with(folder: Path, request: MediaRequest, inputs: InputPictures, st
         state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
     engine.close()
     return dict(sampler.latents(state))
+
+
+@cache
+def encoded(folder: Path, request: MediaRequest, inputs: InputPictures) -> bytes:
+    """Return a pickled conditioning, once a run: in the tests' own process, for all ranks, as a job has it."""
+    conditioning = Checkpoint(folder).text_encoder().encode(request, inputs)
+    pack(conditioning, torch.device("cpu"))
+    return pickle.dumps(conditioning)
 
 
 def denoised_from(folder: Path, request: MediaRequest, conditioning: bytes, strategy: str) -> dict[str, Any]:
