@@ -62,5 +62,7 @@ def test_clip_and_sound_equal_diffusers(num_ranks: int, strategy: str, folder: P
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_without_the_exchange_they_do_not(num_ranks: int, folder: Path, expected: Latents) -> None:
-    for latents in gang(num_ranks).run(without_exchange, folder, CLIP.request(folder), f"guidance{num_ranks}"):
+    request, strategy = CLIP.request(folder), f"guidance{num_ranks}"
+    conditioning = encoded(folder, request, pictures_of(()))
+    for latents in gang(num_ranks).run(without_exchange, folder, request, conditioning, strategy):
         assert largest_difference(latents, expected) > 10 * TOLERANCE
