@@ -23,7 +23,7 @@ from tests.pipelines.models.test_gangs import CASES, TOLERANCE, Case, request_of
 from tests.pipelines.models.test_video import CLIPS, largest_difference
 from tests.pipelines.support.checkpoints import tiny
 from tests.pipelines.support.references.own_call import own_latents
-from tests.pipelines.support.references.video import Clip, Latents, counted, denoised
+from tests.pipelines.support.references.video import Clip, Latents, counted, denoised_from, encoded, pictures_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,12 +93,10 @@ def expected(folders: Callable[[str], Path]) -> Callable[[str], Latents]:
     return cache(lambda name: SUBJECTS[name].own(folders(name)))
 
 
-def without_exchange(
-    folder: Path, request: MediaRequest, images: tuple[Image.Image, ...], strategy: str
-) -> dict[str, Any]:
+def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes, strategy: str) -> dict[str, Any]:
     where, instead = BROKEN[strategy]
     with patch(f"engines.parallel.{where}", instead):
-        return denoised(folder, request, images, strategy)
+        return denoised_from(folder, request, conditioning, strategy)
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "strategy"), marked(EVERY))
@@ -107,8 +105,8 @@ def test_latents_equal_the_pipelines_own(
 ) -> None:
     subject, folder = SUBJECTS[name], folders(name)
     request = subject.request(folder)
-    images = subject.images(request)
-    for latents, num_forwards in gang(num_ranks).run(counted, folder, request, images, strategy):
+    conditioning = encoded(folder, request, pictures_of(subject.images(request)))
+    for latents, num_forwards in gang(num_ranks).run(counted, folder, request, conditioning, strategy):
         assert largest_difference(latents, expected(name)) <= TOLERANCE
         num_branches = 2 if subject.guided and strategy != "guidance" else 1
         assert num_forwards == num_branches * request.num_inference_steps, "two at once are one for each rank"
@@ -120,7 +118,9 @@ def test_without_the_exchange_they_do_not(
 ) -> None:
     subject, folder = SUBJECTS[name], folders(name)
     request = subject.request(folder)
-    answers = gang(num_ranks).run(without_exchange, folder, request, subject.images(request), strategy)
+    answers = gang(num_ranks).run(
+        without_exchange, folder, request, encoded(folder, request, pictures_of(subject.images(request))), strategy
+    )
     assert max(largest_difference(latents, expected(name)) for latents in answers) > 10 * TOLERANCE
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import diffusers
@@ -240,6 +241,32 @@ def test_every_workflow_is_there() -> None:
     assert tuple(str(ModelSource(base=name, workflow=flow)) for name, own in flows.items() for flow in own) == WORKFLOWS
 
 
+def kind_of(name: str) -> str:
+    """Return what decides which operations a step has: classes, switches, and which numbers are there, not their size.
+
+    Whether the default request is guided is among it.
+    """
+    checkpoint = Checkpoint.of_configuration(name, "meta")
+    index, defaults = read_index(checkpoint.path), checkpoint.defaults
+    (part, *_) = (one for one in index if one.startswith(("transformer", "unet")))
+    is_guided = defaults.true_cfg_scale > 1, defaults.guidance_scale > 0
+    workflow = name.partition("+")[2]
+    return repr((type(checkpoint.spec), workflow, index, is_guided, without_sizes(read_config(checkpoint.path, part))))
+
+
+def without_sizes(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: without_sizes(one) for key, one in sorted(value.items()) if key[0] != "_"}
+    if isinstance(value, list):
+        return [without_sizes(one) for one in value]
+    return value > 0 if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+STEPS_OF = [*published_models(), *WORKFLOWS]
+FIRSTS = {kind: name for name in reversed(STEPS_OF) for kind in [kind_of(name)]}
+"""The first model of each kind. A step of another one, in ``make test-slow``, differs in sizes alone."""
+
+
 def on_first_block(branch: Branch) -> Branch:
     """Return ``branch`` with guidance by a pass without attention in some blocks for a model of one block."""
     if SKIPPING not in branch.constants:
@@ -247,7 +274,16 @@ def on_first_block(branch: Branch) -> Branch:
     return replace(branch, constants={**branch.constants, SKIPPING: [0]})
 
 
-@pytest.mark.parametrize("name", [*published_models(), *WORKFLOWS])
+def test_models_of_one_family_are_of_several_kinds() -> None:
+    """Each transformer with a switch of its own is a first one."""
+    assert len({kind_of("LTX-2"), kind_of("LTX-2.3")}) == 2
+    assert len({kind_of(name) for name in ("FLUX.1-dev", "FLUX.1-schnell", "FLUX.1-Kontext-dev")}) == 3
+    assert kind_of("Qwen-Image") == kind_of("Qwen-Image-2512")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[] if one in FIRSTS.values() else pytest.mark.slow) for one in STEPS_OF]
+)
 @torch.no_grad()
 def test_a_step_is_what_a_gpu_can_record_and_compile(name: str, traced: set[Kind]) -> None:
     """It begins on the device, copies nothing from the host or to it, and reads no values back."""

@@ -16,7 +16,7 @@ from tests.pipelines.models.test_gangs import TOLERANCE
 from tests.pipelines.models.test_video import largest_difference
 from tests.pipelines.support.checkpoints import tiny_ltx
 from tests.pipelines.support.references import own_clips as own_clips
-from tests.pipelines.support.references.video import Clip, Latents, counted, denoised
+from tests.pipelines.support.references.video import Clip, Latents, counted, denoised_from, encoded, pictures_of
 
 CLIP = Clip(make=tiny_ltx.ltx2, reference=own_clips.sounding_blocks)
 CASES = {
@@ -39,10 +39,10 @@ def expected(folder: Path) -> Latents:
     return CLIP.reference(folder, CLIP.request(folder), ())
 
 
-def without_exchange(folder: Path, request: MediaRequest, strategy: str) -> dict[str, Any]:
+def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes, strategy: str) -> dict[str, Any]:
     """Each part of the team takes its own prediction for those of all."""
     with patch("engines.parallel.division.all_gather", lambda x, axis: torch.stack([x] * axis.size)):
-        return denoised(folder, request, (), strategy)
+        return denoised_from(folder, request, conditioning, strategy)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,9 @@ def without_exchange(folder: Path, request: MediaRequest, strategy: str) -> dict
 def test_clip_and_sound_equal_diffusers(num_ranks: int, strategy: str, folder: Path, expected: Latents) -> None:
     request = CLIP.request(folder)
     assert all(latents.std() > 0.1 for latents in expected.values())
-    for latents, num_forwards in gang(num_ranks).run(counted, folder, request, (), strategy):
+    for latents, num_forwards in gang(num_ranks).run(
+        counted, folder, request, encoded(folder, request, pictures_of(())), strategy
+    ):
         assert largest_difference(latents, expected) <= TOLERANCE
         assert num_forwards == CASES[num_ranks, strategy] * request.num_inference_steps
 
@@ -60,5 +62,7 @@ def test_clip_and_sound_equal_diffusers(num_ranks: int, strategy: str, folder: P
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [3, 4])
 def test_without_the_exchange_they_do_not(num_ranks: int, folder: Path, expected: Latents) -> None:
-    for latents in gang(num_ranks).run(without_exchange, folder, CLIP.request(folder), f"guidance{num_ranks}"):
+    request, strategy = CLIP.request(folder), f"guidance{num_ranks}"
+    conditioning = encoded(folder, request, pictures_of(()))
+    for latents in gang(num_ranks).run(without_exchange, folder, request, conditioning, strategy):
         assert largest_difference(latents, expected) > 10 * TOLERANCE

@@ -11,7 +11,7 @@ import pytest
 from engines.core.tensors import relative_difference
 from tests.engines.support.gloo import gang
 from tests.pipelines.models import test_picture_inputs, test_video
-from tests.pipelines.support.references.video import denoised
+from tests.pipelines.support.references.video import denoised_from, encoded, pictures_of
 
 EDITS = [
     ("flux kontext", "ring"),
@@ -36,5 +36,7 @@ def test_a_clip_from_a_picture_on_two_ranks_equals_diffusers(folders: Callable[[
     clip = test_video.CLIPS["wan 2.1 from a picture"]
     folder = folders(clip.make)
     request, expected = clip.request(folder), clip.own(folder)
-    for latents in gang(2).run(denoised, folder, request, clip.images(request), "ulysses"):
+    for latents in gang(2).run(
+        denoised_from, folder, request, encoded(folder, request, pictures_of(clip.images(request))), "ulysses"
+    ):
         assert relative_difference(latents["latents"], expected["latents"]) <= TOLERANCE

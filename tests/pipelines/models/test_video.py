@@ -13,7 +13,6 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import Tensor
 
 from engines.core.packing import pack
@@ -28,7 +27,7 @@ from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_ltx, tiny_video
 from tests.pipelines.support.references import own_clips as own_clips
-from tests.pipelines.support.references.video import Clip, Latents, denoised, picture, pictures_of
+from tests.pipelines.support.references.video import Clip, Latents, denoised_from, encoded, picture, pictures_of
 
 pytestmark = pytest.mark.slow
 
@@ -97,10 +96,10 @@ def largest_difference(latents: Latents, expected: Latents) -> float:
     return max(relative_difference(latents[name], expected[name]) for name in names)
 
 
-def without_exchange(folder: Path, request: MediaRequest, images: tuple[Image.Image, ...]) -> dict[str, Tensor]:
+def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes) -> dict[str, Tensor]:
     """Each rank attends to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
-        return denoised(folder, request, images, "ulysses")
+        return denoised_from(folder, request, conditioning, "ulysses")
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
@@ -113,7 +112,9 @@ def test_latents_equal_diffusers(
     assert all(latents.std() > 0.1 for latents in expected(name).values())
     several = (*CONTEXT, *clip.strategies) if num_ranks > 1 else ("ulysses",)
     for strategy in several:
-        for latents in gang(num_ranks).run(denoised, folder, request, clip.images(request), strategy):
+        for latents in gang(num_ranks).run(
+            denoised_from, folder, request, encoded(folder, request, pictures_of(clip.images(request))), strategy
+        ):
             assert largest_difference(latents, expected(name)) <= TOLERANCE, strategy
 
 
@@ -123,7 +124,9 @@ def test_without_the_exchange_they_do_not(
 ) -> None:
     clip, folder = CLIPS[name], folders(CLIPS[name].make)
     request = clip.request(folder)
-    for latents in gang(2).run(without_exchange, folder, request, clip.images(request)):
+    for latents in gang(2).run(
+        without_exchange, folder, request, encoded(folder, request, pictures_of(clip.images(request)))
+    ):
         assert largest_difference(latents, expected(name)) > 10 * TOLERANCE
 
 

@@ -31,7 +31,7 @@ from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.models.test_video import largest_difference, without_exchange
 from tests.pipelines.support.checkpoints import tiny_cosmos
 from tests.pipelines.support.references import own_clips as own_clips
-from tests.pipelines.support.references.video import Clip, Latents, denoised, picture, pictures_of
+from tests.pipelines.support.references.video import Clip, Latents, denoised_from, encoded, picture, pictures_of
 
 ALONE = {"true_cfg_scale": 1.0}
 STRATEGIES = {
@@ -98,7 +98,9 @@ def test_latents_equal_diffusers(
     request = CLIPS[name].request(folder)
     images = CLIPS[name].images(request)
     for strategy in STRATEGIES[num_ranks]:
-        for latents in gang(num_ranks).run(denoised, folder, request, images, strategy):
+        for latents in gang(num_ranks).run(
+            denoised_from, folder, request, encoded(folder, request, pictures_of(images)), strategy
+        ):
             assert largest_difference(latents, expected(name)) <= TOLERANCE, strategy
 
 

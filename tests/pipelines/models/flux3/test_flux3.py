@@ -64,22 +64,22 @@ def encoded(folder: Path, name: str) -> bytes:
         return pickle.dumps(Checkpoint(folder).text_encoder().encode(request, pictures))
 
 
-def denoised(folder: Path, name: str, strategy: str) -> Tensor:
-    values = denoised_from(folder, request_of(CASES[name], folder), encoded(folder, name), strategy)
+def denoised(folder: Path, name: str, strategy: str, conditioning: bytes) -> Tensor:
+    values = denoised_from(folder, request_of(CASES[name], folder), conditioning, strategy)
     latents: Tensor = values["latents"]
     return latents
 
 
-def without_exchange(folder: Path, name: str) -> Tensor:
+def without_exchange(folder: Path, name: str, conditioning: bytes) -> Tensor:
     """Each rank attends to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
-        return denoised(folder, name, "ulysses")
+        return denoised(folder, name, "ulysses", conditioning)
 
 
-def unaware(folder: Path, name: str) -> Tensor:
+def unaware(folder: Path, name: str, conditioning: bytes) -> Tensor:
     """Blocks of one stream take its padding for tokens, as if all streams were there."""
     with patch("engines.core.layout.TokenLayout.of_stream", lambda layout, stream: layout):
-        return denoised(folder, name, "ulysses")
+        return denoised(folder, name, "ulysses", conditioning)
 
 
 @cache
@@ -107,20 +107,20 @@ def test_latents_equal_the_pipelines_own(
     name: str, num_ranks: int, strategy: str, folders: Callable[[Any], Path]
 ) -> None:
     folder = folders(CASES[name].make)
-    for latents in gang(num_ranks).run(denoised, folder, name, strategy):
+    for latents in gang(num_ranks).run(denoised, folder, name, strategy, encoded(folder, name)):
         assert relative_difference(latents, own_latents(folder, name)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_without_the_exchange_they_do_not(num_ranks: int, folders: Callable[[Any], Path]) -> None:
     folder = folders(CASES[SOME].make)
-    for latents in gang(num_ranks).run(without_exchange, folder, SOME):
+    for latents in gang(num_ranks).run(without_exchange, folder, SOME, encoded(folder, SOME)):
         assert relative_difference(latents, own_latents(folder, SOME)) > 10 * TOLERANCE
 
 
 def test_nor_where_blocks_of_one_stream_do_not_know_its_padding(folders: Callable[[Any], Path]) -> None:
     folder = folders(CASES[SOME].make)
-    for latents in gang(4).run(unaware, folder, SOME):
+    for latents in gang(4).run(unaware, folder, SOME, encoded(folder, SOME)):
         assert relative_difference(latents, own_latents(folder, SOME)) > 10 * TOLERANCE
 
 

@@ -23,7 +23,7 @@ from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_ltx
 from tests.pipelines.support.references import own_clips
-from tests.pipelines.support.references.video import denoised_with, frames, picture
+from tests.pipelines.support.references.video import denoised_from, encoded, frames, picture
 
 SIDES = (64, 96)
 NUM_FRAMES = 5
@@ -86,7 +86,9 @@ def test_latents_equal_those_of_the_classic_pipeline(name: str, num_ranks: int, 
     expected = own_latents(name, folder, request)
     assert expected.std() > 0.1
     for strategy in STRATEGIES[num_ranks]:
-        for values in gang(num_ranks).run(denoised_with, folder, request, along_with(name), strategy):
+        for values in gang(num_ranks).run(
+            denoised_from, folder, request, encoded(folder, request, along_with(name)), strategy
+        ):
             tokens = values["latents"][:, : values["base_token_count"]]
             assert relative_difference(tokens, expected) <= TOLERANCE, strategy
 

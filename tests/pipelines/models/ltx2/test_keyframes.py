@@ -25,7 +25,7 @@ from tests.pipelines.models.test_gangs import TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_ltx
 from tests.pipelines.support.full_size import Recorded, first_step, model_on_gpu
 from tests.pipelines.support.references import own_clips
-from tests.pipelines.support.references.video import denoised, picture, pictures_of
+from tests.pipelines.support.references.video import denoised_from, encoded, picture, pictures_of
 
 Images = tuple[Image.Image, ...]
 SIDES = (64, 96)
@@ -72,7 +72,9 @@ def test_latents_equal_those_of_the_classic_pipeline(name: str, num_ranks: int, 
     expected = own_clips.ltx2_tokens(LTX2ConditionPipeline, folder, request, conditions=conditions_of(name))
     assert expected.std() > 0.1
     for strategy in STRATEGIES[num_ranks]:
-        for values in gang(num_ranks).run(denoised, folder, request, images_of(name), strategy):
+        for values in gang(num_ranks).run(
+            denoised_from, folder, request, encoded(folder, request, pictures_of(images_of(name))), strategy
+        ):
             tokens = values["latents"][:, : values["base_token_count"]]
             assert relative_difference(tokens, expected) <= TOLERANCE, strategy
 

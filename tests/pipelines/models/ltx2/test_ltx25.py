@@ -26,7 +26,7 @@ from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_ltx
 from tests.pipelines.support.references import own_clips
-from tests.pipelines.support.references.video import denoised, picture, pictures_of
+from tests.pipelines.support.references.video import denoised_from, encoded, picture, pictures_of
 
 SIDES = (64, 96)
 STRATEGIES = {1: ("ulysses",), 2: ("ulysses", "tensor", "pipeline")}
@@ -57,7 +57,9 @@ def test_latents_equal_those_of_the_classic_pipeline(num_ranks: int, folder: Pat
     assert expected.std() > 0.1
     for path in (folder, modular):
         for strategy in STRATEGIES[num_ranks]:
-            for values in gang(num_ranks).run(denoised, path, request, (), strategy):
+            for values in gang(num_ranks).run(
+                denoised_from, path, request, encoded(path, request, pictures_of(())), strategy
+            ):
                 assert relative_difference(values["latents"], expected) <= TOLERANCE, strategy
 
 

@@ -87,28 +87,26 @@ def encoded(folder: Path, name: str) -> bytes:
     return pickle.dumps(conditioning)
 
 
-def denoised(folder: Path, name: str, strategy: str) -> dict[str, Any]:
-    return denoised_from(folder, CASES[name].request(folder), encoded(folder, name), strategy)
-
-
-def without_exchange(folder: Path, name: str) -> dict[str, Any]:
+def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes) -> dict[str, Any]:
     """Each rank attends to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
-        return denoised(folder, name, "ulysses")
+        return denoised_from(folder, request, conditioning, "ulysses")
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "strategy"), GANGS)
 def test_latents_equal_the_pipelines_own(
     name: str, num_ranks: int, strategy: str, folder: Path, expected: Callable[[str], Latents]
 ) -> None:
-    for latents in gang(num_ranks).run(denoised, folder, name, strategy):
+    for latents in gang(num_ranks).run(
+        denoised_from, folder, CASES[name].request(folder), encoded(folder, name), strategy
+    ):
         for part, own in expected(name).items():
             assert own.std() > 0.1
             assert relative_difference(latents[part], own) <= TOLERANCE, part
 
 
 def test_without_the_exchange_they_do_not(folder: Path, expected: Callable[[str], Latents]) -> None:
-    for latents in gang(2).run(without_exchange, folder, STEADY):
+    for latents in gang(2).run(without_exchange, folder, CASES[STEADY].request(folder), encoded(folder, STEADY)):
         for part, own in expected(STEADY).items():
             assert relative_difference(latents[part], own) > 10 * TOLERANCE
 

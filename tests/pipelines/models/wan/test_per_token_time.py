@@ -94,7 +94,8 @@ def test_a_first_picture_is_what_diffusers_makes_of_it(num_ranks: int, folder: P
     images = FROM_PICTURE.images(request)
     expected = FROM_PICTURE.own(folder)["latents"]
     assert expected.std() > 0.1
-    for made in gang(num_ranks).run(video.denoised, folder, request, images, "ulysses"):
+    conditioning = video.encoded(folder, request, video.pictures_of(images))
+    for made in gang(num_ranks).run(video.denoised_from, folder, request, conditioning, "ulysses"):
         torch.testing.assert_close(made["latents"], expected, rtol=0, atol=TOLERANCE)
 
 

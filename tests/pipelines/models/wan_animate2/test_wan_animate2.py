@@ -40,7 +40,7 @@ from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_animate
 from tests.pipelines.support.full_size import Recorded, first_step, model_on_gpu, trace
 from tests.pipelines.support.references.own_call import own_state
-from tests.pipelines.support.references.video import denoised_with, frames, picture
+from tests.pipelines.support.references.video import denoised_from, encoded, frames, picture
 
 ALL = (*CONTEXT, "hybrid", "guidance")
 
@@ -152,19 +152,21 @@ def test_latents_equal_diffusers(
     folder = folders(CASES[name].kind)
     request = request_of(name, folder)
     assert expected(name).latents.std() > 0.1
-    for values in gang(num_ranks).run(denoised_with, folder, request, inputs_of(request), strategy):
+    for values in gang(num_ranks).run(
+        denoised_from, folder, request, encoded(folder, request, inputs_of(request)), strategy
+    ):
         assert relative_difference(latents_of(values), expected(name).latents) <= TOLERANCE
 
 
-def without_exchange(folder: Path, request: MediaRequest, inputs: InputPictures) -> dict[str, Any]:
+def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes) -> dict[str, Any]:
     """Each rank attends to its own tokens alone, and to the driving clip."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
-        return denoised_with(folder, request, inputs, "ulysses")
+        return denoised_from(folder, request, conditioning, "ulysses")
 
 
 def test_without_the_exchange_they_do_not(folder: Path, expected: Callable[[str], Made]) -> None:
     request = request_of(SOME, folder)
-    for values in gang(2).run(without_exchange, folder, request, inputs_of(request)):
+    for values in gang(2).run(without_exchange, folder, request, encoded(folder, request, inputs_of(request))):
         assert relative_difference(latents_of(values), expected(SOME).latents) > 10 * TOLERANCE
 
 

@@ -27,7 +27,7 @@ from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
 from tests.pipelines.support.checkpoints import tiny_vace
 from tests.pipelines.support.references import own_clips
-from tests.pipelines.support.references.video import Frames, denoised_with, frames, picture, pictures_of
+from tests.pipelines.support.references.video import Frames, denoised_from, encoded, frames, picture, pictures_of
 
 HEIGHT, WIDTH, NUM_FRAMES = 48, 80, 5
 """30 tokens, or 15 more with each picture: 4 ranks must pad them."""
@@ -130,20 +130,23 @@ def test_latents_equal_diffusers(
 ) -> None:
     folder = folders(CASES[name].make)
     assert expected(name).std() > 0.1
-    for values in gang(num_ranks).run(denoised_with, folder, request_of(name, folder), inputs_of(name), strategy):
+    request = request_of(name, folder)
+    conditioning = encoded(folder, request, inputs_of(name))
+    for values in gang(num_ranks).run(denoised_from, folder, request, conditioning, strategy):
         assert values["latents"].shape == expected(name).shape
         assert relative_difference(values["latents"], expected(name)) <= TOLERANCE
 
 
-def without_exchange(folder: Path, request: MediaRequest, inputs: InputPictures) -> dict[str, Any]:
+def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes) -> dict[str, Any]:
     """Each rank attends to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
-        return denoised_with(folder, request, inputs, "ulysses")
+        return denoised_from(folder, request, conditioning, "ulysses")
 
 
 def test_without_the_exchange_they_do_not(folders: Callable[[Any], Path], expected: Callable[[str], Tensor]) -> None:
     folder = folders(CASES[SOME].make)
-    for values in gang(2).run(without_exchange, folder, request_of(SOME, folder), inputs_of(SOME)):
+    request = request_of(SOME, folder)
+    for values in gang(2).run(without_exchange, folder, request, encoded(folder, request, inputs_of(SOME))):
         assert relative_difference(values["latents"], expected(SOME)) > 10 * TOLERANCE
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from PIL import Image
 from torch import Tensor
@@ -19,7 +21,6 @@ from engines.parallel.sharded import ShardedModel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
-from pipelines.run import load_pipeline
 from pipelines.size import Size
 
 Latents = Mapping[str, Tensor]
@@ -98,26 +99,16 @@ def pictures_of(images: tuple[Image.Image, ...]) -> InputPictures:
     return InputPictures(pictures=tuple(map(InputPicture.of, images)))
 
 
-def denoised(folder: Path, request: MediaRequest, images: tuple[Image.Image, ...], strategy: str) -> dict[str, Any]:
-    """What the decoder gets, from a gang's rank."""
-    return denoised_with(folder, request, pictures_of(images), strategy)
-
-
-def denoised_with(folder: Path, request: MediaRequest, inputs: InputPictures, strategy: str) -> dict[str, Any]:
-    """Return the same for pictures beside a clip."""
-    checkpoint = Checkpoint(folder)
-    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
-    pipeline = load_pipeline(checkpoint, engine)
-    sampler, ranks = pipeline.sampler, tuple(range(dist.get_world_size()))
-    state = sampler.begin(request, pipeline.text_encoder.encode(request, inputs))
-    for _ in range(sampler.num_steps(state)):
-        state = sampler.advance(state, engine.predict(sampler.branches(state), ranks))
-    engine.close()
-    return dict(sampler.latents(state))
+@cache
+def encoded(folder: Path, request: MediaRequest, inputs: InputPictures) -> bytes:
+    """Return a pickled conditioning, once a run: in the tests' own process, for all ranks, as a job has it."""
+    conditioning = Checkpoint(folder).text_encoder().encode(request, inputs)
+    pack(conditioning, torch.device("cpu"))
+    return pickle.dumps(conditioning)
 
 
 def denoised_from(folder: Path, request: MediaRequest, conditioning: bytes, strategy: str) -> dict[str, Any]:
-    """Return the same from a pickled conditioning. The state is sent before each step."""
+    """Return what the decoder gets, from a gang's rank. The state is sent before each step."""
     checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
     engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
     state = sampler.begin(request, pickle.loads(conditioning))
@@ -129,9 +120,7 @@ def denoised_from(folder: Path, request: MediaRequest, conditioning: bytes, stra
     return dict(sampler.latents(state))
 
 
-def counted(
-    folder: Path, request: MediaRequest, images: tuple[Image.Image, ...], strategy: str
-) -> tuple[dict[str, Any], int]:
+def counted(folder: Path, request: MediaRequest, conditioning: bytes, strategy: str) -> tuple[dict[str, Any], int]:
     """The same, and how many forwards this rank made for it."""
     with patch.object(ShardedModel, "forward", autospec=True, side_effect=ShardedModel.forward) as forward:
-        return denoised(folder, request, images, strategy), forward.call_count
+        return denoised_from(folder, request, conditioning, strategy), forward.call_count
