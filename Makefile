@@ -49,7 +49,7 @@ test: $(READY) ## Run every test that needs neither a GPU nor minutes
 	@$(PY) -m pytest -m "not gpu and not slow" $(PARALLEL) $(PYTEST_ARGS)
 
 test-unit: $(READY) ## Run the tests that import no torch (tests/unit.txt): a minute on two cores
-	@$(PY) -m pytest -p tests.support.without_torch -m "not gpu and not slow and not ray and not torch" $(TWO) \
+	@$(PY) -m pytest -p tests.support.without_torch -p no:schemathesis -m "not gpu and not slow and not ray and not torch" $(TWO) \
 		@tests/unit.txt $(PYTEST_ARGS)
 
 test-slow: $(READY) ## Run the tests that take minutes on two cores
