@@ -22,7 +22,7 @@ from deployments.model_config import ModelConfig
 from deployments.settings import Settings
 from deployments.stages.measured_times import FACTORS, software_facts
 from engines.core.logs import timed
-from engines.core.storage import device_name, facts_digest, write_once
+from engines.core.storage import device_name, facts_digest, write_atomically, write_once
 from engines.fast.triton_cache import Entries, has_triton, read_entry, recorded_entries
 
 KERNELS, STRATEGIES = "kernels", "strategies"
@@ -36,11 +36,12 @@ class Store(Protocol):
     def read(self, name: str) -> bytes:
         """Return the content of ``name``. FileNotFoundError if it is not there."""
 
-    def write(self, name: str, data: bytes) -> None: ...
+    def write(self, name: str, data: bytes, *, replaces: bool) -> bool:
+        """Write ``name``. Without ``replaces``, return False if another process has written it (folders only)."""
 
 
 class FolderStore:
-    """Files below ``folder``. The first of several writers of a name wins."""
+    """Files below ``folder``."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -48,8 +49,27 @@ class FolderStore:
     def read(self, name: str) -> bytes:
         return (self.folder / name).read_bytes()
 
-    def write(self, name: str, data: bytes) -> None:
-        write_once(self.folder / name, data)
+    def write(self, name: str, data: bytes, *, replaces: bool) -> bool:
+        if not replaces:
+            return write_once(self.folder / name, data)
+        write_atomically(self.folder / name, data)
+        return True
+
+
+class ObjectStore:
+    """Objects below ``url``. The last of several writers of a name wins."""
+
+    def __init__(self, url: str) -> None:
+        from deployments.clips.objects import Bucket
+
+        self._bucket = Bucket(url)
+
+    def read(self, name: str) -> bytes:
+        return self._bucket.read(name)
+
+    def write(self, name: str, data: bytes, *, replaces: bool) -> bool:
+        self._bucket.write(name, data)
+        return True
 
 
 def shared_store() -> Store | None:
@@ -57,11 +77,7 @@ def shared_store() -> Store | None:
     place = Settings().kernel_cache
     if not place:
         return None
-    if "://" not in place:
-        return FolderStore(Path(place))
-    from deployments.clips.objects import Bucket
-
-    return Bucket(place)
+    return ObjectStore(place) if "://" in place else FolderStore(Path(place))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,20 +112,20 @@ class KernelBundle:
 
 @contextmanager
 def shared_kernels(model: ModelConfig, part: str, device: str) -> Iterator[None]:
-    """Compile inside the block with the kernels of the store, and store them if it has none of ``part``.
+    """Compile inside the block with the kernels of the store, and store those of ``part`` that it lacks.
 
-    Without a store, or if it fails, this process compiles for itself.
+    A bundle that cannot be read is replaced. Without a store, or if it fails, this process compiles for itself.
     """
     store = shared_store()
     if store is None:
         yield
         return
     name = f"{KERNELS}/{model.name}_{part}_{facts_digest(_facts(model, part, device))}.zip"
-    bundle = _load(store, name)
+    data = _read(store, name)
+    bundle = None if data is None else _load(data, name)
     with _recorded_entries(bundle.triton if bundle else {}, device) as folders:
         yield
-    if bundle is None:
-        _save(store, name, folders)
+    _save(store, name, bundle or KernelBundle(triton={}), folders, replaces=data is not None)
 
 
 @contextmanager
@@ -150,37 +166,55 @@ def _facts(model: ModelConfig, part: str, device: str) -> Mapping[str, str]:
     }
 
 
-def _load(store: Store, name: str) -> KernelBundle | None:
-    """Give PyTorch the kernels of the store. Return its bundle, None if there is none."""
+def _read(store: Store, name: str) -> bytes | None:
+    """Return the bundle of the store as bytes, None if there is none."""
     try:
-        data = store.read(name)
+        return store.read(name)
+    except FileNotFoundError:
+        return None
+    except Exception as error:  # a provider's client
+        _warn_unread(name, error)
+        return None
+
+
+def _load(data: bytes, name: str) -> KernelBundle | None:
+    """Give PyTorch the kernels of a bundle. Return the bundle, None if it cannot be read."""
+    try:
         with timed("kernels: load"):
             bundle = KernelBundle.of_bytes(data)
             if bundle.compiled is not None:
                 from engines.core.torch_private import load_compiled  # torch, which the replica of a gang does without
 
                 load_compiled(bundle.compiled)
-    except FileNotFoundError:
-        return None
-    except Exception as error:  # a provider's client, or a bundle that cannot be read
-        logger.warning("compiled kernels of other nodes cannot be read: %s", error, extra={"kernels": name})
+    except Exception as error:  # not a zip file, or one that PyTorch does not read
+        _warn_unread(name, error)
         return None
     return bundle
 
 
-def _save(store: Store, name: str, folders: Iterable[Path]) -> None:
-    """Store what PyTorch has compiled, and the entries of Triton's cache in ``folders``, if there is any."""
+def _warn_unread(name: str, error: Exception) -> None:
+    logger.warning("compiled kernels of other nodes cannot be read: %s", error, extra={"kernels": name})
+
+
+def _save(store: Store, name: str, known: KernelBundle, folders: Iterable[Path], *, replaces: bool) -> None:
+    """Store ``known`` with what it lacks, if anything: PyTorch's kernels, and entries of Triton's cache in ``folders``.
+
+    PyTorch's kernels stay as they are known: they include choices by time. One of several concurrent writers wins. What
+    is missing then is added at a later start.
+    """
     import torch
 
     try:
-        made = torch.compiler.save_cache_artifacts()
-        entries = {folder.name: files for folder in sorted(folders) if (files := read_entry(folder))}
+        made = torch.compiler.save_cache_artifacts() if known.compiled is None else None
+        lacking = sorted(folder for folder in set(folders) if folder.name not in known.triton)
+        entries = {folder.name: files for folder in lacking if (files := read_entry(folder))}
         if made is None and not entries:
             return
-        data = KernelBundle(compiled=None if made is None else made[0], triton=entries).to_bytes()
-        store.write(name, data)
-        facts = {"kernels": name, "num_bytes": len(data), "num_triton": len(entries)}
-        logger.info("compiled kernels are stored", extra=facts)
+        compiled = known.compiled if made is None else made[0]
+        data = KernelBundle(compiled=compiled, triton={**known.triton, **entries}).to_bytes()
+        if store.write(name, data, replaces=replaces):
+            facts = {"kernels": name, "num_bytes": len(data), "num_triton": len(entries)}
+            logger.info("compiled kernels are stored", extra=facts)
     except Exception as error:
         logger.warning("compiled kernels cannot be stored for other nodes: %s", error, extra={"kernels": name})
 

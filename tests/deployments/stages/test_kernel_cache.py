@@ -16,7 +16,13 @@ import torch
 
 from deployments.model_config import ModelConfig
 from deployments.stages import kernel_cache
-from deployments.stages.kernel_cache import shared_kernels, stage_kernels, strategies_folder
+from deployments.stages.kernel_cache import (
+    FolderStore,
+    ObjectStore,
+    shared_kernels,
+    stage_kernels,
+    strategies_folder,
+)
 from engines.core import torch_private
 from pipelines.size import Size
 from tests.engines.fast.support.triton_layout import install_layout
@@ -132,6 +138,61 @@ def test_entries_of_triton_go_to_new_nodes(
     with shared_kernels(MODEL, "decoder", "cpu"):  # where Triton is not looked at
         pass
     assert layout.get_cache_manager("cd" * 32).get_group("kernel.json") is None
+
+
+def test_a_bundle_is_extended_by_entries_that_it_lacks(
+    place: str, bundles: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch's kernels stay as they were stored first, and a bundle that lacks nothing is not written again."""
+    layout, one, other = install_layout(monkeypatch), "ab" * 32, "cd" * 32
+    monkeypatch.setattr(kernel_cache, "device_name", lambda device: "GPU")
+    for node, looked_up, found in (
+        ("first", [one], []),
+        ("second", [other], []),
+        ("third", [one, other], [one, other]),
+    ):
+        if node == "third":
+            writes = [Mock(), Mock()]
+            monkeypatch.setattr(FolderStore, "write", writes[0])
+            monkeypatch.setattr(ObjectStore, "write", writes[1])
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / node))
+        with shared_kernels(MODEL, "decoder", "cuda:0"):
+            managers = {key: layout.get_cache_manager(key) for key in looked_up}
+            assert [key for key, manager in managers.items() if manager.get_file("kernel.cubin")] == found
+            for key in set(looked_up) - set(found):
+                managers[key].put(b"code", "kernel.cubin")
+        bundles.made = (b"choices of another node", None)
+    assert bundles.loaded == [b"kernels"] * 2
+    assert not any(write.called for write in writes)
+
+
+def test_a_bundle_that_cannot_be_read_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundles: Bundles
+) -> None:
+    """Else all later nodes would compile again."""
+    monkeypatch.setenv("TROUPE_KERNEL_CACHE", str(tmp_path))
+    for number in range(3):
+        with shared_kernels(MODEL, "decoder", "cpu"):
+            pass
+        if number == 0:
+            (file,) = (tmp_path / "kernels").iterdir()
+            file.write_bytes(file.read_bytes()[:-1])
+    assert bundles.loaded == [b"kernels"]
+
+
+def test_the_first_of_concurrent_processes_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundles: Bundles, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", kernel_cache.__name__)
+    monkeypatch.setenv("TROUPE_KERNEL_CACHE", str(tmp_path))
+    with shared_kernels(MODEL, "decoder", "cpu"):
+        with shared_kernels(MODEL, "decoder", "cpu"):
+            pass
+        bundles.made = (b"choices of another node", None)
+    assert caplog.messages == ["compiled kernels are stored"]
+    with shared_kernels(MODEL, "decoder", "cpu"):
+        pass
+    assert bundles.loaded == [b"kernels"]
 
 
 def test_another_triton_or_a_file_that_is_no_bundle_is_a_warning(
