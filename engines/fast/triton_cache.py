@@ -7,6 +7,7 @@ of the kernel's source, its options, the GPU and Triton itself, so an entry of a
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -88,11 +89,12 @@ def read_entry(folder: Path) -> dict[str, bytes]:
 
 
 def restore_entry(folder: Path, files: Mapping[str, bytes]) -> bool:
-    """Write the ``files`` of another node's entry to ``folder``, all at once. Return False if it has files already.
+    """Write the ``files`` of another node's entry to ``folder``, all at once. Return False if it is not empty.
 
-    Lists of paths then name the files in ``folder``. One of several concurrent processes succeeds.
+    Lists of paths then name the files in ``folder``. One of several concurrent processes succeeds. An entry that
+    another process compiles now is left to it.
     """
-    if read_entry(folder):
+    if folder.is_dir() and any(folder.iterdir()):
         return False
     folder.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
@@ -101,8 +103,8 @@ def restore_entry(folder: Path, files: Mapping[str, bytes]) -> bool:
             (temporary / name).write_bytes(_with_paths(data, folder) if name.startswith(GROUP) else data)
         temporary.chmod(0o755)  # as Triton makes folders
         os.rename(temporary, folder)  # which may exist if it is empty
-    except OSError:
-        if read_entry(folder):
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
             return False
         raise
     finally:

@@ -117,6 +117,18 @@ def test_a_manager_of_the_user_stays(cache: Any) -> None:
     assert not folders
 
 
+def test_an_entry_that_another_process_writes_is_left_to_it(
+    cache: Any, entries: dict[str, dict[str, bytes]], caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """Triton writes a file into a folder of its own first. That a rank of the host is quicker is no warning."""
+    (name,) = entries
+    (tmp_path / "second" / name / "tmp.pid_42_1").mkdir(parents=True)
+    with recorded_entries(entries):
+        assert cache.get_cache_manager(KEY).get_file("kernel.cubin") is None
+    assert not caplog.records
+    assert [file.name for file in (tmp_path / "second" / name).iterdir()] == ["tmp.pid_42_1"]
+
+
 def test_one_of_several_processes_restores(tmp_path: Path) -> None:
     files = {f"{number}.cubin": bytes([number]) * 10_000 for number in range(20)}
     with ThreadPoolExecutor(8) as pool:
