@@ -155,10 +155,12 @@ def stage_kernels(
 def _facts(model: ModelConfig, part: str, device: str) -> Mapping[str, str]:
     stages = (model.stages, model.text_encoder.compile, model.decoder.compile)
     decoding = (model.decoder.memory_gib, model.decoder.num_devices)
-    steps = {name: getattr(model.denoiser, name) for name in (*FACTORS, "elastic", "warm_sizes")}
+    steps = {name: getattr(model.denoiser, name) for name in (*FACTORS, "elastic", "load", "warm_sizes")}
+    second_passes = [one.second_stage_sigmas for one in model.recipes.values()]
+    additions = (model.adapters, model.runtime_loras is not None, model.attentions, second_passes)
     return {
         "model": repr([model.source, model.dtype]),
-        "settings": repr([stages, decoding, steps]),  # each compiles other kernels
+        "settings": repr([stages, decoding, steps, additions]),  # each compiles other kernels
         "part": part,
         "device": device_name(device),
         "python": platform.python_version(),

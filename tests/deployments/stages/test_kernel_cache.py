@@ -24,6 +24,8 @@ from deployments.stages.kernel_cache import (
     strategies_folder,
 )
 from engines.core import torch_private
+from pipelines.lora.source import LoraLimits, LoraSource
+from pipelines.recipes import Recipe
 from pipelines.size import Size
 from tests.engines.fast.support.triton_layout import install_layout
 
@@ -100,7 +102,15 @@ def test_other_settings_have_kernels_of_their_own(place: str, bundles: Bundles) 
     quantised = MODEL.model_copy(update={"denoiser": replace(MODEL.denoiser, precision="int8")})
     larger = MODEL.model_copy(update={"denoiser": replace(MODEL.denoiser, warm_sizes=(Size(width=64, height=64),))})
     together = MODEL.model_copy(update={"stages": "together"})
-    models = (MODEL, quantised, larger, together)
+    adapted = MODEL.model_copy(update={"loras": (LoraSource(path="adapter", name="style"),)})
+    open_to_all = MODEL.model_copy(update={"runtime_loras": LoraLimits()})
+    in_float8 = MODEL.model_copy(update={"recipes": {"quick": Recipe(attention="fp8")}})
+    twice = MODEL.model_copy(update={"recipes": {"fine": Recipe(second_stage_sigmas=(0.5,))}})
+    sliced = MODEL.model_copy(
+        update={"denoiser": replace(MODEL.denoiser, num_ranks=2, load="sliced", strategy="tensor")}
+    )
+    whole = MODEL.model_copy(update={"denoiser": replace(sliced.denoiser, load="whole")})
+    models = (MODEL, quantised, larger, together, sliced, whole, adapted, open_to_all, in_float8, twice)
     for number in (0, len(models)):
         for model in models:
             with shared_kernels(model, "decoder", "cpu"):
