@@ -201,7 +201,10 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--side", type=int, default=0, help="of pictures, in pixels; 0: the model's size")
     parser.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="of the model")
     parser.add_argument("--out", type=Path, help="file for the document, also of an unfinished run")
-    return parser.parse_args(words)
+    arguments = parser.parse_args(words)
+    if arguments.repeats < 1:
+        parser.error(f"--repeats is {arguments.repeats}: the summary compares at least one start of each kind")
+    return arguments
 
 
 def main(words: Sequence[str] | None = None) -> int:

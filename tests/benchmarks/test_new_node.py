@@ -108,6 +108,13 @@ def test_a_gang_finds_no_room_on_the_head() -> None:
     assert (model.stages, model.denoiser.strategy) == (plain.stages, plain.denoiser.strategy)
 
 
+def test_no_repeats_are_refused_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """The summary would fail after all starts."""
+    with pytest.raises(SystemExit):
+        parse(["flux-shapes", "--repeats", "0"])
+    assert "--repeats is 0" in capsys.readouterr().err
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(900)
