@@ -59,13 +59,19 @@ def scaling_of(rules: ScalingRules) -> dict[str, float]:
 def waves(mix: Mix, mean_s: float, *, num: int, wave_s: float, pause_s: float, load: float, seed: int) -> list[Arrival]:
     """Return Poisson arrivals in waves, each after a pause. A wave's middle keeps ``load`` gangs busy.
 
-    ``mean_s``: seconds of a request alone, on average.
+    ``mean_s``: seconds of a request alone, on average. ValueError if a class of requests never comes: the times of its
+    steps would be missing.
     """
     arrivals, random, at_s = list[Arrival](), Random(seed), 0.0
     while (at_s := at_s + random.expovariate(load / mean_s)) < num * (pause_s + wave_s):
         into_s = at_s % (pause_s + wave_s) - pause_s
         if random.random() < (math.sin(math.pi * into_s / wave_s) ** 2 if into_s > 0 else 0.0):
             arrivals.append(Arrival(at_s=at_s, kind=mix.drawn(random), seed=len(arrivals) + 1))
+    if missing := {one.name for one in mix.classes} - {one.kind.name for one in arrivals}:
+        raise ValueError(
+            f"{num} wave(s) of {wave_s:g} s have {len(arrivals)} requests of {mean_s:.1f} s each, and none that is "
+            f"{' or '.join(sorted(missing))}: make waves longer, raise the load, or take another seed"
+        )
     return arrivals
 
 

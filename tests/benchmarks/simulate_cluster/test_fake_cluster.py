@@ -11,7 +11,7 @@ import pytest
 from benchmarks.load.mix import Arrival
 from benchmarks.serving.fake_nodes import FakeCluster
 from benchmarks.serving.known_steps import STEP_S
-from benchmarks.simulate_cluster.comparison import Run, simulated
+from benchmarks.simulate_cluster.comparison import Run, simulated, waves
 from benchmarks.simulate_cluster.fake_cluster import (
     FIRST_S,
     PAUSE_S,
@@ -80,6 +80,13 @@ def test_waves_rise_and_fall_with_pauses_before_them() -> None:
     assert tops == pytest.approx(num_waves * 20 * 1.5 / mean_s, rel=0.15)
     assert feet < 0.3 * tops
     assert {one.kind.name for one in arrivals} == {"short", "long"}
+
+
+@pytest.mark.parametrize(("seed", "problem"), [(1, "0 requests .* long or short:"), (4, "2 requests .* long:")])
+def test_a_wave_without_a_class_of_requests_is_refused(seed: int, problem: str) -> None:
+    """Before it is sent: the times of that class could not be measured."""
+    with pytest.raises(ValueError, match=problem):
+        waves(SETTING.mix, mean_s=16.0, num=1, wave_s=30.0, pause_s=0.0, load=1.0, seed=seed)
 
 
 def test_starts_and_ends_of_gangs_and_nodes_are_told_apart() -> None:
