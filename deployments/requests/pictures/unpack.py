@@ -14,13 +14,12 @@ from deployments.requests.pictures.sources import (
     PICTURE,
     VIDEO,
     VIDEO_MASK,
-    Source,
     Sources,
     bytes_of,
     check_num_bytes,
     max_bytes_of,
 )
-from deployments.requests.pictures.video import FormBeside, FormOf, VideoForm, VideoHead, is_clip, read_video
+from deployments.requests.pictures.video import FormBeside, VideoForm, VideoHead, is_clip, read_video
 from deployments.requests.request_errors import RequestError
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, InputVideo
 
@@ -60,26 +59,23 @@ def unpack(sources: Sources, limits: PictureLimits, form_of: FormBeside | None =
         forms.append(form_of(head, pictures))
         return forms[0]
 
-    end_s = limits.decode_end_s()  # one for all clips and their sounds
-    video = _video(sources.video, limits, form, end_s)
-    further = tuple(_video(one, limits, lambda _: forms[0], end_s) for one in sources.further_videos)
+    first, *others = (bytes_of(one, VIDEO_FIELD, limits, VIDEO) for one in sources.videos)
+    mask = None if sources.video_mask is None else bytes_of(sources.video_mask, MASK_FIELD, limits, VIDEO_MASK)
+    end_s = limits.decode_end_s()  # one for all clips and their sounds, once they are fetched
+    video = read_video(first, VIDEO_FIELD, limits, form, end_s)
+    further = tuple(read_video(one, VIDEO_FIELD, limits, lambda _: forms[0], end_s) for one in others)
     pictures = replace(pictures, video=video, further_videos=further)
-    if sources.video_mask is None:
+    if mask is None:
         return pictures
     form_of_mask = replace(forms[0], max_frames=video.num_frames, is_cut=True, frame_multiple=1, min_frames=1)
     form_of_mask = replace(form_of_mask, sound_rate=0)
-    return replace(pictures, video_mask=_video_mask(sources.video_mask, limits, form_of_mask, end_s))
+    return replace(pictures, video_mask=_video_mask(mask, limits, form_of_mask, end_s))
 
 
-def _video(source: Source, limits: PictureLimits, form_of: FormOf, end_s: float) -> InputVideo:
-    return read_video(bytes_of(source, VIDEO_FIELD, limits, VIDEO), VIDEO_FIELD, limits, form_of, end_s)
-
-
-def _video_mask(source: Source, limits: PictureLimits, form: VideoForm, end_s: float) -> InputVideo:
+def _video_mask(data: bytes, limits: PictureLimits, form: VideoForm, end_s: float) -> InputVideo:
     """Return the mask of a clip in its ``form``: a clip of that length, or a picture for all frames."""
     from PIL import Image, ImageOps
 
-    data = bytes_of(source, MASK_FIELD, limits, VIDEO_MASK)
     kind = VIDEO if is_clip(data) else PICTURE
     check_num_bytes(len(data), MASK_FIELD, max_bytes_of(kind, limits), kind)
     if kind is VIDEO:

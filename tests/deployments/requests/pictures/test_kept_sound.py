@@ -16,7 +16,7 @@ import pytest
 from diffusers.modular_pipelines.minimax_h3 import MiniMaxH3AudioReference
 from numpy.typing import NDArray
 
-from deployments.requests.pictures import limits, sound, video
+from deployments.requests.pictures import limits, sound, sources, video
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.sound import MAX_BLOCK_SAMPLES
 from deployments.requests.pictures.sources import Sources
@@ -224,9 +224,9 @@ def test_all_clips_of_a_request_and_their_sounds_have_one_time(monkeypatch: pyte
 
     def unpacked(number: int, limit_s: float) -> InputPictures:
         others = (data,) * (number - 1)
-        sources = Sources(param="input_reference", video=data, further_videos=others)
+        given = Sources(param="input_reference", video=data, further_videos=others)
         allowed = PictureLimits(max_video_decode_s=limit_s)
-        return unpack(sources, allowed, lambda *_: form(sound_rate=RATE))
+        return unpack(given, allowed, lambda *_: form(sound_rate=RATE))
 
     began = next(ticks)
     assert unpacked(1, 1e9).videos[0].sound is not None
@@ -236,6 +236,26 @@ def test_all_clips_of_a_request_and_their_sounds_have_one_time(monkeypatch: pyte
     with pytest.raises(RequestError, match="is not decoded after") as raised:
         unpacked(3, 1.5 * own_s)
     assert raised.value.code == "video_too_large"
+
+
+def test_the_time_of_decoding_begins_when_all_clips_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fetching has a limit of its own: here three clips and a mask take 80 s, in which nothing is decoded."""
+    fetched_urls = list[str]()
+
+    def fetched(url: str, *_: object) -> bytes:
+        fetched_urls.append(url)
+        return MP4
+
+    clock = SimpleNamespace(monotonic=lambda: 20.0 * len(fetched_urls))
+    for module in (limits, sound, video):
+        monkeypatch.setattr(module, "time", clock, raising=False)
+    monkeypatch.setattr(sources, "fetched", fetched)
+    origin, urls = "https://clips.example.com", [f"https://clips.example.com/{number}" for number in range(4)]
+    first, second, third, mask = urls
+    given = Sources(param="input_reference", video=first, further_videos=(second, third), video_mask=mask)
+    allowed = PictureLimits(picture_origins=(origin,), max_video_decode_s=1.0)
+    assert len(unpack(given, allowed, lambda *_: form()).videos) == 3
+    assert fetched_urls == urls
 
 
 def test_what_is_before_the_first_frame_takes_no_memory() -> None:
