@@ -114,14 +114,16 @@ class KernelBundle:
 def shared_kernels(model: ModelConfig, part: str, device: str) -> Iterator[None]:
     """Compile inside the block with the kernels of the store, and store those of ``part`` that it lacks.
 
-    A bundle that cannot be read is replaced. Without a store, or if it fails, this process compiles for itself.
+    A broken bundle is replaced. Without a store, or if it fails, this process compiles for itself and stores nothing:
+    it might replace the choices of other nodes.
     """
-    store = shared_store()
+    store, name, data = shared_store(), "", None
+    if store is not None:
+        name = f"{KERNELS}/{model.name}_{part}_{facts_digest(_facts(model, part, device))}.zip"
+        store, data = _read(store, name)
     if store is None:
         yield
         return
-    name = f"{KERNELS}/{model.name}_{part}_{facts_digest(_facts(model, part, device))}.zip"
-    data = _read(store, name)
     bundle = None if data is None else _load(data, name)
     with _recorded_entries(bundle.triton if bundle else {}, device) as folders:
         yield
@@ -168,15 +170,15 @@ def _facts(model: ModelConfig, part: str, device: str) -> Mapping[str, str]:
     }
 
 
-def _read(store: Store, name: str) -> bytes | None:
-    """Return the bundle of the store as bytes, None if there is none."""
+def _read(store: Store, name: str) -> tuple[Store | None, bytes | None]:
+    """Return the store, None if it fails, and the bundle in it as bytes, None if there is none."""
     try:
-        return store.read(name)
+        return store, store.read(name)
     except FileNotFoundError:
-        return None
+        return store, None
     except Exception as error:  # a provider's client
         _warn_unread(name, error)
-        return None
+        return None, None
 
 
 def _load(data: bytes, name: str) -> KernelBundle | None:
