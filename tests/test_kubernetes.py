@@ -197,6 +197,16 @@ def test_pods_for_gangs_import_libraries_ahead() -> None:
     assert command.endswith(f" -m {worker_shim.__name__} {worker_shim.WARM} || true"), "a hook that fails ends the pod"
 
 
+def mounted_at_tmp(folder: Path) -> str:
+    """Return the command that mounts ``folder`` in place of /tmp, with the project in it if that lies below /tmp."""
+    mount = f"mount --rbind {folder} /tmp"
+    if not ROOT.is_relative_to("/tmp"):
+        return mount
+    place = folder / ROOT.relative_to("/tmp")
+    place.mkdir(parents=True)
+    return f"mount --bind {ROOT} {place}; {mount}; cd {ROOT}"
+
+
 @pytest.mark.skipif(
     subprocess.run([*UNSHARE, "true"], check=False).returncode != 0,
     reason="needs namespaces of its own (unshare --user)",
@@ -205,7 +215,7 @@ def test_the_hook_finds_the_pod_s_raylet(tmp_path: Path) -> None:
     """The raylet starts after the hook, as in a pod. It is a process of that name; the namespace has no other."""
     shutil.copy("/bin/sleep", tmp_path / "raylet")
     command = shlex.join(container("gpu1")["lifecycle"]["postStart"]["exec"]["command"])
-    script = f"mount --bind {tmp_path} /tmp; (sleep 1; exec /tmp/raylet 600) & {command}; ls /tmp/troupe_0_$!_*"
+    script = f"{mounted_at_tmp(tmp_path)}; (sleep 1; exec /tmp/raylet 600) & {command}; ls /tmp/troupe_0_$!_*"
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     for name in (worker_shim.RAYLET_VARIABLE, worker_shim.DIRECTORY_VARIABLE):
         environment.pop(name, None)

@@ -118,7 +118,8 @@ def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str, fi
 def test_a_node_that_dies_under_load_costs_no_request(cluster: FakeNodes, url: str, pictures: list[bytes]) -> None:
     num_lost = len(cluster.lost_requests())
     with asked_for(url, pictures, num_clients=NUM_CLIENTS, **LONG):
-        node_id = next(iter(wait_until(lambda: cluster.gangs(GANGS), "a gang").values()))
+        busy = wait_until(lambda: cluster.busy_nodes() & {*cluster.gangs(GANGS).values()}, "a gang that works")
+        node_id = next(iter(busy))
         next(node.raylet for node in cluster.workers() if node.node_id == node_id).kill()
         wait_until(lambda: len(cluster.lost_requests()) > num_lost, "Ray notices, and requests lose their gang")
         wait_until(lambda: set(cluster.gangs(GANGS).values()) - {node_id}, "a gang on another node")
