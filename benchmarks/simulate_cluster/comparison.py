@@ -7,7 +7,6 @@ import asyncio
 import json
 import math
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from typing import Any
 
 from benchmarks.load.client import Outcome, send_all
 from benchmarks.load.mix import Arrival, Mix, RequestClass
+from benchmarks.serving.application import wait_until
 from benchmarks.simulate_cluster.cluster import Cluster, ClusterSpec
 from benchmarks.simulate_cluster.replicas import Picture
 from benchmarks.simulate_cluster.strategies import ByWork, Observed
@@ -89,11 +89,8 @@ def sent(url: str, arrivals: Sequence[Arrival]) -> list[Outcome]:
 
 def await_true(holds: Callable[[], bool], error: str, within_s: float) -> None:
     """Look every ``LOOK_EVERY_S`` until ``holds``. Raise ``TimeoutError`` with ``error`` after ``within_s``."""
-    end_s = time.monotonic() + within_s
-    while not holds():
-        if time.monotonic() > end_s:
-            raise TimeoutError(f"{error} within {within_s:g} s")
-        time.sleep(LOOK_EVERY_S)
+    if not wait_until(holds, within_s, LOOK_EVERY_S):
+        raise TimeoutError(f"{error} within {within_s:g} s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
