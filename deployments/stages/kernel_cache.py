@@ -82,10 +82,10 @@ def shared_store() -> Store | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelBundle:
-    """What one process has compiled. In the store it is a zip file."""
+    """Kernels that one process has compiled. The store has them as a zip file."""
 
     compiled: bytes | None = None
-    """Of ``torch.compiler.save_cache_artifacts``; None if PyTorch has compiled nothing."""
+    """Result of ``torch.compiler.save_cache_artifacts``; None if PyTorch has compiled nothing."""
     triton: Entries
     """Entries of Triton's cache."""
 

@@ -1,4 +1,4 @@
-"""What the comparison with this host's gangs reads from Serve's log, and which part of a run it compares."""
+"""The comparison with this host's gangs: times from Serve's log, and the part of a run that is compared."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
 
 @pytest.fixture
 def entries(cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, bytes]]:
-    """What a node has written whose files are gone."""
+    """A node's entry whose files are gone."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
     with recorded_entries({}) as folders:
         manager = cache.get_cache_manager(KEY)
