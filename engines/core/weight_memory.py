@@ -38,7 +38,6 @@ class WeightMemory:
         self._undo: list[Callable[[], None]] = []
         self._pinned_limit: int | None = None
         self.is_asleep = False
-        self._peak = 0
         self.num_copies = 0
         """Copies to the host so far."""
 
@@ -92,7 +91,8 @@ class WeightMemory:
             return MemoryUse(device="cpu", weights=weights, pinned=pinned)
         properties = torch.cuda.get_device_properties(self._device)
         sizes = {"device_bytes": properties.total_memory, "weights": weights, "beside": self._beside(weights)}
-        return MemoryUse(device=str(properties.uuid), **sizes, peak=self._peak, pinned=pinned)
+        peak = max(0, torch.cuda.max_memory_reserved(self._device) - weights)
+        return MemoryUse(device=str(properties.uuid), **sizes, peak=peak, pinned=pinned)
 
     def _beside(self, weights: int) -> int:
         """Return what the allocator holds beside ``weights``, which it counts while they are asleep, too."""
@@ -126,7 +126,6 @@ class WeightMemory:
             self._host.copy(self._found)
             self._is_copied = True
             self.num_copies += 1
-        self._peak = max(self._peak, self._beside(_num_bytes(self._found)))
         self._spans.release(self._found)
         self.is_asleep = True
         return self._took("weights are asleep", begun_s)

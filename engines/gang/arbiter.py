@@ -70,6 +70,8 @@ class Sharer:
     """Memory of all its processes while it is awake, by device."""
     asleep: DeviceBytes = field(default_factory=dict)
     """The part of it that remains while it is asleep."""
+    working: DeviceBytes = field(default_factory=dict)
+    """Memory that its work takes at most beside ``awake``, by device."""
     swap_s: float | None = None
     """Measured seconds of going to sleep and waking up again; None before the first."""
     demand: Demand = IDLE
@@ -299,4 +301,7 @@ class Arbiter:
 
 
 def _bytes(sharer: Sharer, device: str, is_awake: bool) -> int:
-    return (sharer.awake if is_awake else sharer.asleep).get(device, 0)
+    """Return the memory that must be kept for a model: what it holds, and while it is awake what its work takes."""
+    if not is_awake:
+        return sharer.asleep.get(device, 0)
+    return sharer.awake.get(device, 0) + sharer.working.get(device, 0)

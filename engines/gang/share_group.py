@@ -72,15 +72,17 @@ class _Member:
     asked_s: float
     """When it asked for its turn to load."""
     beside: dict[str, int] = field(default_factory=dict)
-    """Most memory beside weights, by device."""
+    """Most memory beside weights that a report saw, by device."""
+    peak: dict[str, int] = field(default_factory=dict)
+    """Most memory beside weights at any time, by device."""
     left: dict[str, int] | None = None
     """Memory beside weights while asleep, by device; None before the first sleep."""
 
     def hear(self, report: ShareReport, now_s: float) -> None:
         self.report, self.heard_s = report, now_s
         beside = _sums(report.uses, "beside")
-        peak = _sums(report.uses, "peak")
-        self.beside = {device: max(size, peak[device], self.beside.get(device, 0)) for device, size in beside.items()}
+        self.beside = {device: max(size, self.beside.get(device, 0)) for device, size in beside.items()}
+        self.peak = _sums(report.uses, "peak")
         if report.state == "asleep":
             self.left = beside
 
@@ -230,6 +232,7 @@ class ShareGroup:
             return
         awake: dict[str, int] = {}
         asleep: dict[str, int] = {}
+        working: dict[str, int] = {}
         for one in ready:
             weights = _sums(one.report.uses, "weights")
             for device, beside in one.beside.items():
@@ -237,11 +240,12 @@ class ShareGroup:
                 process = 0 if device == "cpu" else PROCESS_BYTES * sum(use.device == device for use in one.report.uses)
                 awake[device] = awake.get(device, 0) + weights[device] + beside + process
                 asleep[device] = asleep.get(device, 0) + left + process
+                working[device] = working.get(device, 0) + max(0, one.peak[device] - beside)
         known = self._arbiter.sharers.get(model)
         if known is None:
-            self._arbiter.add(Sharer(name=model, awake=awake, asleep=asleep))
+            self._arbiter.add(Sharer(name=model, awake=awake, asleep=asleep, working=working))
         else:
-            known.awake, known.asleep = awake, asleep
+            known.awake, known.asleep, known.working = awake, asleep, working
         swaps_s = [one.report.swap_s for one in ready if one.report.swap_s is not None]
         is_awake = any(one.report.state == "awake" for one in ready)
         self._arbiter.moved(model, is_awake=is_awake, now_s=now_s, swap_s=max(swaps_s, default=None))

@@ -376,6 +376,21 @@ def test_weights_on_a_gpu_come_back_after_memory_beside_them_was_freed(tmp_path:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_memory_of_a_moment_is_in_the_peak_after_it_was_given_back(tmp_path: Path) -> None:
+    memory = WeightMemory()
+    memory.open("cuda", tmp_path)
+    with memory.region():
+        kept = torch.zeros(2**25, device="cuda")
+    moment = torch.zeros(2**26, device="cuda")
+    del moment
+    torch.cuda.empty_cache()
+    use = memory.use()
+    assert use.weights == kept.nbytes and use.beside < use.peak
+    assert use.peak >= 2**28
+
+
+@pytest.mark.gpu
 def test_memory_is_pinned_again_and_again_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
     for _ in range(3):

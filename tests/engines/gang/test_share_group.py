@@ -25,6 +25,7 @@ class Member:
     token: str = ""
     gib: Sequence[float] = (40.0,)
     devices: Sequence[str] = ("gpu-0",)
+    peak: float = 1.0
     report: ShareReport = field(init=False)
 
     def __post_init__(self) -> None:
@@ -41,7 +42,9 @@ class Member:
         assert self.say(now_s) == "loading"
         self.say(now_s, state="loading")
         uses = tuple(
-            MemoryUse(device=device, device_bytes=80 * GIB, weights=int(gib * GIB), beside=GIB)
+            MemoryUse(
+                device=device, device_bytes=80 * GIB, weights=int(gib * GIB), beside=GIB, peak=int(self.peak * GIB)
+            )
             for device, gib in zip(self.devices, self.gib, strict=True)
         )
         self.say(now_s, state="awake", uses=uses)
@@ -156,6 +159,20 @@ def test_memory_beside_weights_counts_awake_and_asleep() -> None:
         loaded(group, a, b)
         assert a.say(1.0, demand=WORK) == state
     assert PROCESS_BYTES == GIB / 2
+
+
+def test_memory_that_work_takes_for_moments_counts_before_the_first_sleep() -> None:
+    """Weights of twice 36 GiB fit 76, with 1 beside each, but not if one's steps take 4: both may run at once."""
+    for peak, state in ((1.0, "awake"), (4.0, "asleep")):
+        group = ShareGroup()
+        a, b = (Member(group=group, model=model, gib=(36.0,), peak=peak) for model in "ab")
+        loaded(group, a, b)
+        assert a.say(1.0, demand=WORK) == state
+
+
+def test_a_model_may_load_if_it_fits_but_for_the_moments_of_its_work() -> None:
+    group = ShareGroup()
+    loaded(group, Member(group=group, model="a", gib=(74.0,), peak=9.0))
 
 
 def test_a_process_that_is_replaced_loads_again_when_work_allows_it() -> None:
