@@ -173,21 +173,36 @@ HUNYUAN: Encoders = {"text_encoder": QWEN25, "text_encoder_2": GLYPH_BYT5}
 SD3: Encoders = {"text_encoder": CLIP_WITH_PROJECTION, "text_encoder_2": CLIP_LARGE, "text_encoder_3": T5_XXL}
 QWEN: Encoders = {"text_encoder": Encoder("Qwen2_5_VLForConditionalGeneration", published="Qwen-Image")}
 Z_IMAGE: Encoders = {"text_encoder": Encoder("Qwen3Model", "Qwen3Config", QWEN3_4B)}
+KREA: Encoders = {"text_encoder": Encoder("Qwen3VLModel", published="Krea-2-Raw")}
 TWO_CLIPS = ("stable-diffusion-3-medium", "stable-diffusion-3.5-large", "stable-diffusion-3.5-medium")
 
 ENCODERS: Mapping[str, Encoders] = {
     "Cosmos3-Nano": {},
     "Cosmos3-Super": {},
     **dict.fromkeys(("FLUX.1-Kontext-dev", "FLUX.1-dev", "FLUX.1-schnell"), FLUX),
+    "ERNIE-Image": {"text_encoder": Encoder("Mistral3Model", published="ERNIE-Image")},
     "FLUX.2-dev": {"text_encoder": Encoder("Mistral3ForConditionalGeneration", published="FLUX.2-dev")},
     "FLUX.2-klein-4B": {"text_encoder": Encoder("Qwen3ForCausalLM", "Qwen3Config", QWEN3_4B)},
+    "FLUX.2-klein-9B": {"text_encoder": Encoder("Qwen3ForCausalLM", published="FLUX.2-klein-9B")},
     "Helios-Base": WAN,
     **dict.fromkeys(("HunyuanVideo-1.5-480p_t2v", "HunyuanVideo-1.5-720p_t2v"), HUNYUAN),
+    **dict.fromkeys(("Krea-2-Raw", "Krea-2-Turbo"), KREA),
     "LTX-Video": {"text_encoder": T5_XXL},
     **dict.fromkeys(("Qwen-Image", "Qwen-Image-2512"), QWEN),
-    **dict.fromkeys(("Wan2.1-T2V-1.3B", "Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "Wan2.2-T2V-A14B", "Wan2.2-TI2V-5B"), WAN),
+    **dict.fromkeys(
+        (
+            "Wan2.1-T2V-1.3B",
+            "Wan2.1-T2V-14B",
+            "Wan2.1-VACE-14B",
+            "Wan2.2-I2V-A14B",
+            "Wan2.2-T2V-A14B",
+            "Wan2.2-TI2V-5B",
+        ),
+        WAN,
+    ),
     **dict.fromkeys(("Z-Image", "Z-Image-Turbo"), Z_IMAGE),
     **dict.fromkeys(TWO_CLIPS, SD3),
+    "ideogram-4": {"text_encoder": Encoder("Qwen3VLModel", published="ideogram-4")},
     "stable-diffusion-xl-base-1.0": {"text_encoder": CLIP, "text_encoder_2": CLIP_LARGE},
 }
 """Text encoders by model and part."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from collections.abc import Mapping
 from functools import cache
@@ -88,6 +89,16 @@ def test_encoders_of_published_models_take_what_is_published(model: str, part: s
 
 
 @pytest.mark.parametrize(
+    ("model", "billions", "digits"), [("Qwen-Image-2.1", 8.77, 2), ("ERNIE-Image", 3.8, 1), ("MiniMax-H3", 33, 0)]
+)
+def test_encoders_have_as_many_parameters_as_their_publishers_say(model: str, billions: float, digits: int) -> None:
+    """Qwen3-VL-8B-Instruct (8.77 B), Ministral-3-3B (3.4 B and 0.4 B for pictures), Qwen3-VL-32B-Instruct (33 B)."""
+    size = encoders(model)["text_encoder"]
+    assert size is not None
+    assert round(size / 2 / 1e9, digits) == billions
+
+
+@pytest.mark.parametrize(
     ("model", "size", "measured_gib"),
     [
         ("FLUX.1-dev", Size(width=2048, height=2048), 9.7),
@@ -105,6 +116,8 @@ def test_a_decode_takes_what_was_measured_or_little_more(model: str, size: Size,
     assert measured_gib < (parts.decode_bytes + weights) / GIB < 1.1 * measured_gib
 
 
-def test_what_nobody_knows_is_said() -> None:
-    assert encoders("Krea-2-Turbo")["text_encoder"] is None
+def test_what_nobody_knows_is_said(tmp_path: Path) -> None:
+    folder = shutil.copytree(PUBLISHED / "Krea-2-Turbo", tmp_path / "with another encoder")
+    opened = OpenedPipeline(folder, torch.device("meta"), torch.bfloat16)
+    assert footprint(opened, 512, None).encoder["text_encoder"] is None
     assert found("stable-diffusion-xl-base-1.0").decode is None
