@@ -1,12 +1,15 @@
-"""Inputs of fused operations: rows of activations, plain or with one scale per row, and their modulation and norms."""
+"""Inputs of fused operations: rows of activations with their modulation and norms, weights with what is added."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
+from engines.core.model import LowRank
 from engines.quantization.linear import FP8, row_scales
 
 
@@ -87,3 +90,48 @@ class HeadNorms:
         cos_LP, sin_LP = tables
         first_rows = min(max(self.first_rows - start, 0), stop - start)
         return replace(self, cos_LP=cos_LP, sin_LP=sin_LP, first_rows=first_rows)
+
+
+MAX_SUMS = 64
+"""Weights whose sums one launch computes; a power of two."""
+EACH = 8
+"""Elements that a thread reads at once, where shapes and addresses allow."""
+ALIGNMENT = 16
+"""Bytes of these elements, in half precision."""
+
+Products: TypeAlias = Sequence[tuple[float, LowRank]]
+"""Low-rank products of one weight, each with its amount."""
+
+
+class Kind(NamedTuple):
+    """What sums of one launch have in common."""
+
+    weight: torch.dtype
+    """Of the weights."""
+    factor: torch.dtype
+    """Of the products' factors."""
+    is_single: bool
+    """Whether each weight has one product."""
+    each: int
+    """Divides the numbers of columns, and of elements from row to row: ``EACH`` or 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class WeightSum:
+    """``out = base + sum(amount * scale * up @ down)``; see ``weight_sums.fits``."""
+
+    out_NK: Tensor
+    """Its rows are contiguous. It may be ``base_NK`` itself."""
+    base_NK: Tensor
+    """Its rows are contiguous."""
+    products: Products
+    """From ``weight_sums.prepared``."""
+
+    @property
+    def kind(self) -> Kind:
+        """What chooses the kernel. No share of a weight has another ``is_single`` or dtype than the whole one."""
+        base_NK, out_NK = self.base_NK, self.out_NK
+        sizes = base_NK.shape[1] | base_NK.stride(0) | out_NK.stride(0)
+        is_aligned = sizes % EACH == 0 and (base_NK.data_ptr() | out_NK.data_ptr()) % ALIGNMENT == 0
+        factor = self.products[0][1].up_NR.dtype
+        return Kind(base_NK.dtype, factor, len(self.products) == 1, EACH if is_aligned else 1)

@@ -40,7 +40,7 @@ from tests.support.patience import PATIENCE_S
 
 BATCH, TEXT, IMAGE, CHANNELS = 2, 3, 5, 24
 ROWS = BATCH * (TEXT + IMAGE)
-TRITON_CHECK = Path(__file__).parent / "support" / "triton_check.py"
+SUPPORT = Path(__file__).parent / "support"
 TRITON_APART = Path(sys.prefix, "triton")
 """Where `make venv` puts it."""
 
@@ -161,9 +161,10 @@ def has_triton() -> bool:
 
 @pytest.mark.skipif(not has_triton(), reason="Triton is not installed; `make venv` does that")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU, test_gpu.py runs them compiled")
-def test_triton_versions_equal_the_plain_ones() -> None:
+@pytest.mark.parametrize("program", ["triton_check.py", "weight_sums_check.py"])
+def test_triton_versions_equal_the_plain_ones(program: str) -> None:
     environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(TRITON_APART)}
-    command = [sys.executable, str(TRITON_CHECK), "cpu"]
+    command = [sys.executable, str(SUPPORT / program), "cpu"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 

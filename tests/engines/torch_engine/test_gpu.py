@@ -39,9 +39,10 @@ def predict(dtype: torch.dtype, fast: bool, *, times: int = 1) -> list[Tensor]:
 
 
 def test_triton_kernels_equal_the_plain_ones() -> None:
-    from tests.engines.fast.support import triton_check
+    from tests.engines.fast.support import triton_check, weight_sums_check
 
     triton_check.main("cuda")
+    weight_sums_check.main("cuda")
 
 
 @pytest.mark.parametrize("fast", [True, False])

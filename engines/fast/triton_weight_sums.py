@@ -1,0 +1,164 @@
+"""Weights plus low-rank products in one pass: each tile of a weight is read once, and written once.
+
+Dims: N outputs, K inputs, R rank. One launch computes the sums of several weights. An element's sum runs over the rank
+alone, in one order, so that it has the same bits in a whole weight and in any share of it.
+"""
+
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from engines.fast.records import MAX_SUMS, Kind, WeightSum
+
+
+class Tile(NamedTuple):
+    """What one program computes, and how."""
+
+    rows: int
+    columns: int
+    ranks: int
+    """Part of the rank that one step of the sum covers."""
+    num_warps: int
+    max_registers: int | None = None
+    """Of a thread."""
+
+
+TILES = {
+    (2, True): Tile(128, 128, 32, 8, 128),
+    (2, False): Tile(64, 64, 64, 4),
+    (4, True): Tile(64, 64, 32, 4, 128),
+    (4, False): Tile(64, 64, 32, 4),
+}
+"""By the bytes of a factor's element, and whether weights have one product."""
+PART = tl.bfloat16
+"""Dtype of the three parts of a float32 factor, whose sum it is."""
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+WEIGHT_FIELDS, PRODUCT_FIELDS = tl.constexpr(8), tl.constexpr(4)
+"""Numbers of a weight and of a product in the table."""
+NEVER = 2**31 - 1
+"""First tile of a weight that is not there."""
+
+
+@triton.jit
+def _product(
+    fields, row, column, rows, columns,
+    FACTOR: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Return a tile of ``up @ down``. ``EACH`` divides the numbers of columns and of ranks.
+
+    ``PART``: each factor is split into three parts of this dtype, and the six largest of nine products are added.
+    """
+    up_ptr = tl.multiple_of(tl.load(fields).to(tl.pointer_type(FACTOR)), 2 * EACH)
+    down_ptr = tl.multiple_of(tl.load(fields + 1).to(tl.pointer_type(FACTOR)), 2 * EACH)
+    rank = tl.multiple_of(tl.load(fields + 2).to(tl.int32), EACH)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, rank, RANKS):
+        ranks = start + tl.arange(0, RANKS)
+        inside = (row < rows)[:, None] & (ranks < rank)[None, :]
+        up = tl.load(up_ptr + row[:, None] * rank + ranks[None, :], inside, 0.0)
+        inside = (ranks < rank)[:, None] & (column < columns)[None, :]
+        down = tl.load(down_ptr + ranks[:, None] * columns + column[None, :], inside, 0.0)
+        if PART is None:
+            total = tl.dot(up, down, total)
+        else:
+            up_0, down_0 = up.to(PART), down.to(PART)
+            up_rest, down_rest = up - up_0.to(tl.float32), down - down_0.to(tl.float32)
+            up_1, down_1 = up_rest.to(PART), down_rest.to(PART)
+            up_2, down_2 = (up_rest - up_1.to(tl.float32)).to(PART), (down_rest - down_1.to(tl.float32)).to(PART)
+            total = tl.dot(up_2, down_0, total)
+            total = tl.dot(up_0, down_2, total)
+            total = tl.dot(up_1, down_1, total)
+            total = tl.dot(up_1, down_0, total)
+            total = tl.dot(up_0, down_1, total)
+            total = tl.dot(up_0, down_0, total)
+    return total
+
+
+@triton.jit
+def _amount(fields):
+    return tl.load(fields + 3).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sum(
+    table_ptr,
+    WEIGHT: tl.constexpr, FACTOR: tl.constexpr, PART: tl.constexpr, SINGLE: tl.constexpr, EACH: tl.constexpr,
+    MAX_SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Write one tile of one weight. ``SINGLE``: every weight has one product."""
+    tile = tl.program_id(0)
+    first_tiles = tl.load(table_ptr + tl.arange(0, MAX_SUMS))
+    is_before = first_tiles <= tile
+    which = tl.sum(is_before.to(tl.int32), 0) - 1
+    tile -= tl.max(tl.where(is_before, first_tiles, 0), 0).to(tl.int32)
+    fields = table_ptr + MAX_SUMS + which * WEIGHT_FIELDS
+    base_ptr = tl.multiple_of(tl.load(fields).to(tl.pointer_type(WEIGHT)), 2 * EACH)
+    out_ptr = tl.multiple_of(tl.load(fields + 1).to(tl.pointer_type(WEIGHT)), 2 * EACH)
+    rows = tl.load(fields + 2).to(tl.int32)
+    columns = tl.multiple_of(tl.load(fields + 3).to(tl.int32), EACH)
+    base_stride = tl.multiple_of(tl.load(fields + 4), EACH)
+    out_stride = tl.multiple_of(tl.load(fields + 5), EACH)
+    tiles_across = tl.cdiv(columns, COLUMNS)
+    row = (tile // tiles_across) * ROWS + tl.arange(0, ROWS)
+    column = (tile % tiles_across) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    base = tl.load(base_ptr + row[:, None] * base_stride + column[None, :], inside, 0.0)  # early: it takes longest
+    product = table_ptr + MAX_SUMS * (1 + WEIGHT_FIELDS)
+    if SINGLE:
+        product += which * PRODUCT_FIELDS
+        total = _product(product, row, column, rows, columns, FACTOR, PART, EACH, ROWS, COLUMNS, RANKS)
+        total *= _amount(product)
+    else:
+        product += tl.load(fields + 6) * PRODUCT_FIELDS
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for _ in range(tl.load(fields + 7)):
+            one = _product(product, row, column, rows, columns, FACTOR, PART, EACH, ROWS, COLUMNS, RANKS)
+            total += one * _amount(product)
+            product += PRODUCT_FIELDS
+    total += base.to(tl.float32)
+    tl.store(out_ptr + row[:, None] * out_stride + column[None, :], total.to(WEIGHT), inside)
+
+
+def launch_sums(sums: Sequence[WeightSum], kind: Kind) -> None:
+    """Compute at most ``MAX_SUMS`` sums, all of one kind."""
+    device = sums[0].out_NK.device
+    tile = TILES[kind.factor.itemsize, kind.is_single]
+    values, num_tiles = _table(sums, tile)
+    with torch.cuda.device(device):  # Triton launches on the current device, the thread's own
+        table = torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+        _sum[(num_tiles,)](
+            table, WEIGHT=TYPES[kind.weight], FACTOR=TYPES[kind.factor],
+            PART=PART if kind.factor == torch.float32 else None, SINGLE=kind.is_single, EACH=kind.each,
+            MAX_SUMS=MAX_SUMS, ROWS=tile.rows, COLUMNS=tile.columns, RANKS=tile.ranks,
+            num_warps=tile.num_warps, maxnreg=tile.max_registers,
+        )  # fmt: skip
+
+
+def _table(sums: Sequence[WeightSum], tile: Tile) -> tuple[list[int], int]:
+    """Return each weight's first tile, the weights' and the products' fields, and the number of tiles."""
+    firsts, weights, products = list[int](), list[int](), list[int]()
+    num_tiles = num_products = 0
+    for one in sums:
+        base_NK, out_NK = one.base_NK, one.out_NK
+        rows, columns = out_NK.shape
+        firsts.append(num_tiles)
+        strides = base_NK.stride(0), out_NK.stride(0)
+        num_own = len(one.products)
+        weights += (base_NK.data_ptr(), out_NK.data_ptr(), rows, columns, *strides, num_products, num_own)
+        for amount, low_rank in one.products:
+            up_NR, down_RK = low_rank.up_NR, low_rank.down_RK
+            (bits,) = struct.unpack("i", struct.pack("f", amount * low_rank.scale))
+            products += (up_NR.data_ptr(), down_RK.data_ptr(), down_RK.shape[0], bits)
+        num_products += num_own
+        num_tiles += -(-rows // tile.rows) * -(-columns // tile.columns)
+    missing = MAX_SUMS - len(sums)
+    return [*firsts, *([NEVER] * missing), *weights, *([0] * (missing * WEIGHT_FIELDS.value)), *products], num_tiles
