@@ -1,7 +1,8 @@
 """Weights plus low-rank products (LoRA), computed in float32 and rounded once.
 
 Weights change in place from job to job, so captured graphs and views stay valid. Quantised layers are quantised again.
-The result equals a load of merged weights.
+The result equals a load of merged weights. On GPUs one kernel computes the sums of many weights
+(``fast.weight_sums``).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,14 +33,12 @@ from engines.core.model import (
     normal_mix,
 )
 from engines.core.resources import rank_resources
+from engines.fast.records import Products
+from engines.fast.weight_sums import HALF_DTYPES, WeightSums, fits, new_sum, prepared
 from engines.quantization.linear import compute_device
 
-Amounts: TypeAlias = Iterable[tuple[float, LowRank]]
-"""Low-rank products of one weight, each with its amount."""
-HALF_DTYPES = (torch.bfloat16, torch.float16)
 
-
-def add_products(base: Tensor, amounts: Amounts) -> Tensor:
+def add_products(base: Tensor, amounts: Products) -> Tensor:
     """Return ``base`` plus the products, float32, in its shape."""
     sum_NK = base.reshape(base.shape[0], -1)
     for amount, low_rank in amounts:
@@ -96,7 +95,9 @@ def merge(module: nn.Module, amounts: Iterable[tuple[float, LowRanks]], slices: 
         products = [(amount, slice_low_rank(ones[whole], slices, name)) for amount, ones in ranks if whole in ones]
         if products and not parameter.is_meta:
             device = compute_device(parameter)
-            parameter.copy_(add_products(parameter.to(device), products))
+            base, products = parameter.to(device), [(amount, prepared(one, device)) for amount, one in products]
+            add = new_sum if fits(base, products, device) else add_products
+            parameter.copy_(add(base, products))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,18 +174,28 @@ class _Weight:
 
     base: Tensor
     """Its values at load."""
+    parameter: nn.Parameter
+    """The parameter, whose values change unless there are writers."""
     writers: tuple[WriteWeight, ...]
-    """Called with new values, float32 if something is added."""
+    """Called with new values, perhaps in float32; the parameter stays as loaded then."""
     device: torch.device
     """Where sums are computed."""
     low_ranks: dict[str, LowRank] = field(default_factory=dict)
-    """Products by addition, cut to this rank's share."""
+    """Products by addition, ``prepared`` and cut to this rank's share."""
 
-    def write(self, mix: Mix) -> None:
-        amounts = [(amount, self.low_ranks[name]) for name, amount in mix if name in self.low_ranks]
-        base = self.base.to(self.device, non_blocking=True)
-        value = add_products(base, amounts) if amounts else base
-        for write in self.writers:
+    def write(self, mix: Mix, sums: WeightSums) -> None:
+        """Set the values at load plus ``mix``, now or when ``sums`` are computed."""
+        products = [(amount, self.low_ranks[name]) for name, amount in mix if name in self.low_ranks]
+        base = sums.copied(self.base, self.device)
+        writers = self.writers or (self.parameter.copy_,)
+        if products and fits(base, products, self.device):
+            if self.writers or self.parameter.device != base.device:
+                sums.add_new(base, products, *writers)
+            else:
+                sums.add(base, products, self.parameter)
+            return
+        value = add_products(base, products) if products else base
+        for write in writers:
             write(value)
 
 
@@ -213,7 +224,7 @@ class _Parameters:
         for own, parameter in self.loaded.items() if ranks else ():
             whole = whole_parameter(self.slices, own)
             if whole in ranks and not parameter.is_meta:
-                yield own, _to_device(slice_low_rank(ranks[whole], self.slices, own), self.device or parameter.device)
+                yield own, prepared(slice_low_rank(ranks[whole], self.slices, own), self.device or parameter.device)
 
     def weights(self, names: Collection[str]) -> dict[str, _Weight]:
         """Return weights that change through writers, and whose parameters stay as loaded.
@@ -227,7 +238,7 @@ class _Parameters:
         copies = _copies([bases[own] for own in copied], on_host=self.on_host)
         bases |= dict(zip(copied, copies, strict=True))
         return {
-            own: _Weight(base=bases[own], writers=writers[own] or (each.copy_,), device=self.device or each.device)
+            own: _Weight(base=bases[own], parameter=each, writers=writers[own], device=self.device or each.device)
             for own, each in found.items()
         }
 
@@ -252,9 +263,11 @@ class _Share:
     def write(self, mix: Mix) -> None:
         changed = None if self.mix is None else {name for name, _ in (*self.mix, *mix)}
         self.mix = None  # in case a write fails
+        sums = WeightSums()
         for weight in self._weights.values():
             if changed is None or not changed.isdisjoint(weight.low_ranks):
-                weight.write(mix)
+                weight.write(mix, sums)
+        sums.flush()
         self.mix = mix
 
     def take(self, additions: Mapping[str, Addition]) -> None:
@@ -440,7 +453,3 @@ def _layer_writers(module: nn.Module, name: str, parameter: nn.Parameter) -> tup
     owner, _, leaf = name.rpartition(".")
     layer: Any = module.get_submodule(owner)
     return () if getattr(layer, leaf, None) is parameter else (layer.write_weight,)
-
-
-def _to_device(low_rank: LowRank, device: torch.device) -> LowRank:
-    return LowRank(up_NR=low_rank.up_NR.to(device), down_RK=low_rank.down_RK.to(device), scale=low_rank.scale)

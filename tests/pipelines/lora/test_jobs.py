@@ -132,9 +132,9 @@ def without_restoring(*args: Any) -> list[Tensor]:
     """What a job left is never taken out again."""
     write = additions._Weight.write
 
-    def stays(weight: Any, mix: Any) -> None:
+    def stays(weight: Any, mix: Any, sums: Any) -> None:
         if mix:
-            write(weight, mix)
+            write(weight, mix, sums)
 
     with patch.object(additions._Weight, "write", stays):
         return painted(*args)
