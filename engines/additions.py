@@ -34,7 +34,7 @@ from engines.core.model import (
 )
 from engines.core.resources import rank_resources
 from engines.fast.records import Products
-from engines.fast.weight_sums import HALF_DTYPES, WeightSums, fits, new_sum, prepared
+from engines.fast.weight_sums import HALF_DTYPES, WeightSums, fits, new_sum, prepared, warm_up
 from engines.quantization.linear import compute_device
 
 
@@ -278,6 +278,11 @@ class _Share:
         self._weights |= parameters.weights(dict.fromkeys(own for _, own, _ in found if own not in self._weights))
         for name, own, low_rank in found:
             self._weights[own].low_ranks[name] = low_rank
+        taken = [(self._weights[own], low_rank.up_NR.dtype) for _, own, low_rank in found]
+        for weight, factor, device, is_vector in {
+            (x.base.dtype, each, x.device, x.base.ndim == 1) for x, each in taken
+        }:
+            warm_up(weight, factor, device, is_vector=is_vector)
 
     def forget(self, names: Collection[str]) -> None:
         """Release additions that no share has in its weights, and the copies of weights that no other one changes."""
@@ -344,7 +349,11 @@ class WeightSwitch:
         how: dict[str, Any] = {"device": self._device, "on_host": self._on_host}
         new = _Share(_Parameters(name=name, module=module, slices=slices, loaded=loaded, writers=writers, **how))
         new.take({known: current[known] for known in self._known})
-        if not self._grows:
+        if self._grows:
+            for dtype, device in {(each.dtype, self._device or each.device) for each in loaded.values()}:
+                for factor in (dtype, torch.float32):
+                    warm_up(dtype, factor, device)
+        else:
             new.close()
         self._shares.setdefault(name, {})[share] = new
 

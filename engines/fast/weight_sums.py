@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -124,6 +125,17 @@ def new_sum(base: Tensor, products: Products) -> Tensor:
     sums.add_new(base, products, found.append)
     sums.flush()
     return found[0]
+
+
+@cache
+def warm_up(weight: torch.dtype, factor: torch.dtype, device: torch.device, *, is_vector: bool = False) -> None:
+    """Compile the kernel for weights and factors of these dtypes, or load it: up to a second, once."""
+    base = torch.zeros(EACH, dtype=weight, device=device)
+    base = base if is_vector else base.repeat(EACH, 1)
+    up_NR = torch.zeros(EACH, EACH, dtype=factor, device=device)
+    products = [(1.0, LowRank(up_NR=up_NR, down_RK=up_NR[:, :1].contiguous() if is_vector else up_NR))]
+    if fits(base, products, device):
+        new_sum(base, products)
 
 
 def _launch(sums: Sequence[WeightSum], kind: Kind) -> None:

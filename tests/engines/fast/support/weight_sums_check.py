@@ -136,12 +136,16 @@ def check_switch(device: str, half: torch.dtype, *, on_host: bool) -> None:
     table: dict[str, Addition] = {addition: {"m": products} for addition, products in products_of.items()}
     with launched_on(device):
         switch = WeightSwitch(table, device=torch.device(device) if on_host else None, on_host=on_host)
-        switch.hold("m", "whole", module, {}, loaded=loaded)
+        weight_sums.warm_up.cache_clear()
+        with patch.object(weight_sums, "_launch", wraps=weight_sums._launch) as launch:
+            switch.hold("m", "whole", module, {}, loaded=loaded)
+        warm = {call.args[1] for call in launch.call_args_list}
         for mix in MIXES:
             versions = {name: each._version for name, each in loaded.items()}
             with patch.object(weight_sums, "_launch", wraps=weight_sums._launch) as launch:
                 switch.set("m", "whole", mix)
             assert launch.called == bool(mix)
+            assert len(mix) > 1 or {call.args[1] for call in launch.call_args_list} <= warm
             for name, parameter in loaded.items():
                 is_quantised = name == "quantised.weight"
                 assert not is_quantised or parameter.cpu().equal(base[name]), "its layer has another one"
