@@ -27,19 +27,17 @@ class Tile(NamedTuple):
     ranks: int
     """Part of the rank that one step of the sum covers."""
     num_warps: int
-    max_registers: int | None = None
-    """Of a thread."""
 
 
 TILES = {
-    (2, True): Tile(128, 128, 32, 8, 128),
+    (2, True): Tile(64, 128, 64, 4),
     (2, False): Tile(64, 64, 64, 4),
-    (4, True): Tile(64, 64, 32, 4, 128),
+    (4, True): Tile(64, 64, 32, 4),
     (4, False): Tile(64, 64, 32, 4),
 }
 """By the bytes of a factor's element, and whether weights have one product."""
-PART = tl.bfloat16
-"""Dtype of the three parts of a float32 factor, whose sum it is."""
+FLOAT32_PRECISION = "bf16x6"
+"""How products of float32 are computed: as the six largest products of three bfloat16 parts each."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WEIGHT_FIELDS, PRODUCT_FIELDS = tl.constexpr(8), tl.constexpr(4)
 """Numbers of a weight and of a product in the table."""
@@ -50,13 +48,10 @@ NEVER = 2**31 - 1
 @triton.jit
 def _product(
     fields, row, column, rows, columns,
-    FACTOR: tl.constexpr, PART: tl.constexpr, EACH: tl.constexpr,
+    FACTOR: tl.constexpr, PRECISION: tl.constexpr, EACH: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile of ``up @ down``. ``EACH`` divides the numbers of columns and of ranks.
-
-    ``PART``: each factor is split into three parts of this dtype, and the six largest of nine products are added.
-    """
+    """Return a tile of ``up @ down``. ``EACH`` divides the numbers of columns and of ranks."""
     up_ptr = tl.multiple_of(tl.load(fields).to(tl.pointer_type(FACTOR)), 2 * EACH)
     down_ptr = tl.multiple_of(tl.load(fields + 1).to(tl.pointer_type(FACTOR)), 2 * EACH)
     rank = tl.multiple_of(tl.load(fields + 2).to(tl.int32), EACH)
@@ -67,19 +62,7 @@ def _product(
         up = tl.load(up_ptr + row[:, None] * rank + ranks[None, :], inside, 0.0)
         inside = (ranks < rank)[:, None] & (column < columns)[None, :]
         down = tl.load(down_ptr + ranks[:, None] * columns + column[None, :], inside, 0.0)
-        if PART is None:
-            total = tl.dot(up, down, total)
-        else:
-            up_0, down_0 = up.to(PART), down.to(PART)
-            up_rest, down_rest = up - up_0.to(tl.float32), down - down_0.to(tl.float32)
-            up_1, down_1 = up_rest.to(PART), down_rest.to(PART)
-            up_2, down_2 = (up_rest - up_1.to(tl.float32)).to(PART), (down_rest - down_1.to(tl.float32)).to(PART)
-            total = tl.dot(up_2, down_0, total)
-            total = tl.dot(up_0, down_2, total)
-            total = tl.dot(up_1, down_1, total)
-            total = tl.dot(up_1, down_0, total)
-            total = tl.dot(up_0, down_1, total)
-            total = tl.dot(up_0, down_0, total)
+        total = tl.dot(up, down, total, input_precision=PRECISION)
     return total
 
 
@@ -91,7 +74,7 @@ def _amount(fields):
 @triton.jit
 def _sum(
     table_ptr,
-    WEIGHT: tl.constexpr, FACTOR: tl.constexpr, PART: tl.constexpr, SINGLE: tl.constexpr, EACH: tl.constexpr,
+    WEIGHT: tl.constexpr, FACTOR: tl.constexpr, PRECISION: tl.constexpr, SINGLE: tl.constexpr, EACH: tl.constexpr,
     MAX_SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     """Write one tile of one weight. ``SINGLE``: every weight has one product."""
@@ -115,13 +98,13 @@ def _sum(
     product = table_ptr + MAX_SUMS * (1 + WEIGHT_FIELDS)
     if SINGLE:
         product += which * PRODUCT_FIELDS
-        total = _product(product, row, column, rows, columns, FACTOR, PART, EACH, ROWS, COLUMNS, RANKS)
+        total = _product(product, row, column, rows, columns, FACTOR, PRECISION, EACH, ROWS, COLUMNS, RANKS)
         total *= _amount(product)
     else:
         product += tl.load(fields + 6) * PRODUCT_FIELDS
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for _ in range(tl.load(fields + 7)):
-            one = _product(product, row, column, rows, columns, FACTOR, PART, EACH, ROWS, COLUMNS, RANKS)
+            one = _product(product, row, column, rows, columns, FACTOR, PRECISION, EACH, ROWS, COLUMNS, RANKS)
             total += one * _amount(product)
             product += PRODUCT_FIELDS
     total += base.to(tl.float32)
@@ -137,9 +120,9 @@ def launch_sums(sums: Sequence[WeightSum], kind: Kind) -> None:
         table = torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
         _sum[(num_tiles,)](
             table, WEIGHT=TYPES[kind.weight], FACTOR=TYPES[kind.factor],
-            PART=PART if kind.factor == torch.float32 else None, SINGLE=kind.is_single, EACH=kind.each,
-            MAX_SUMS=MAX_SUMS, ROWS=tile.rows, COLUMNS=tile.columns, RANKS=tile.ranks,
-            num_warps=tile.num_warps, maxnreg=tile.max_registers,
+            PRECISION=FLOAT32_PRECISION if kind.factor == torch.float32 else "ieee", SINGLE=kind.is_single,
+            EACH=kind.each, MAX_SUMS=MAX_SUMS, ROWS=tile.rows, COLUMNS=tile.columns, RANKS=tile.ranks,
+            num_warps=tile.num_warps,
         )  # fmt: skip
 
 

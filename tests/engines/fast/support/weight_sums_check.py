@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import MagicMock, patch
 
 import torch
-import triton.language as tl
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
@@ -53,7 +52,7 @@ def check_sum(got: Tensor, base: Tensor, products: Products) -> None:
     assert got.dtype == base.dtype
     assert ((lowest <= got) & (got <= highest)).all(), (got - exact).abs().max()
     if got.dtype == torch.float32:
-        assert (got - exact).norm() <= 1e-6 * exact.norm()
+        assert (got - exact).norm() <= 2e-6 * exact.norm()
     else:
         assert (got != exact.to(got.dtype)).sum() <= max(2, got.numel() // 100)
 
@@ -66,7 +65,7 @@ def launched_on(device: str) -> AbstractContextManager[Any]:
     tiles = dict.fromkeys(triton_weight_sums.TILES, triton_weight_sums.Tile(16, 32, 32, 4))
     stack.enter_context(patch.object(torch.cuda, "device", MagicMock()))
     stack.enter_context(patch.object(weight_sums, "DEVICE_TYPE", device))
-    stack.enter_context(patch.multiple(triton_weight_sums, TILES=tiles, PART=tl.float16))
+    stack.enter_context(patch.multiple(triton_weight_sums, TILES=tiles, FLOAT32_PRECISION="ieee"))
     return stack
 
 
