@@ -1,7 +1,7 @@
 """Weights plus low-rank products on GPUs: which of them one kernel computes, and in which groups.
 
 Dims: N outputs, K inputs, R rank. Products of half-precision factors are exact in float32. Float32 factors are split
-into three bfloat16 parts each, so that no bits of theirs are lost. Sums are float32, and rounded once.
+into three bfloat16 parts each, which have all of their bits. Sums are float32, and rounded once.
 """
 
 from __future__ import annotations
@@ -130,6 +130,8 @@ def new_sum(base: Tensor, products: Products) -> Tensor:
 @cache
 def warm_up(weight: torch.dtype, factor: torch.dtype, device: torch.device, *, is_vector: bool = False) -> None:
     """Compile the kernel for weights and factors of these dtypes, or load it: up to a second, once."""
+    if device.type != DEVICE_TYPE:
+        return
     base = torch.zeros(EACH, dtype=weight, device=device)
     base = base if is_vector else base.repeat(EACH, 1)
     up_NR = torch.zeros(EACH, EACH, dtype=factor, device=device)
@@ -142,5 +144,5 @@ def _launch(sums: Sequence[WeightSum], kind: Kind) -> None:
     from engines.fast.triton_weight_sums import launch_sums
 
     launch_sums(sums, kind)
-    # Triton changes tensors without PyTorch's knowledge.
+    # PyTorch does not see what Triton writes.
     torch.autograd.graph.increment_version([one.out_NK for one in sums])
