@@ -386,8 +386,8 @@ def test_memory_of_a_moment_is_in_the_peak_after_it_was_given_back(tmp_path: Pat
     del moment
     torch.cuda.empty_cache()
     use = memory.use()
-    assert use.weights == kept.nbytes and use.beside < use.peak
-    assert use.peak >= 2**28
+    assert use.weights == kept.nbytes
+    assert use.beside < 2**28 <= use.peak
 
 
 @pytest.mark.gpu
