@@ -29,10 +29,11 @@ from engines.parallel.collectives import Axis, all_gather
 from engines.parallel.mesh import ALONE
 
 NUM_THREADS = 8
-PIECE_BYTES = 2**23
+PIECE_BYTES = 2**22
+"""Smaller ones stay in the processor's cache; each costs Python's lock, which all threads need."""
 NUM_BUFFERS = 2
 """Per thread: one is filled while the GPU copies the other."""
-BUCKET_BYTES = 2**27
+BUCKET_BYTES = 2**28
 """Exchanged at a time."""
 NUM_SHARES = 3
 """Of one rank: one is exchanged while the next are read. Memory beside the weights: a bucket and these shares of it."""
