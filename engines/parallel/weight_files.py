@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -174,9 +175,10 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
             ends.setdefault((value.device, value.dtype), {})[len(names)] = torch.aminmax(value)
             names.append(name)
     faulty: list[int] = []
-    for of_kind in ends.values():  # few calls: of small tensors there are a thousand
-        are_finite = torch.stack([end for pair in of_kind.values() for end in pair]).isfinite().view(-1, 2).all(1)
-        faulty += [number for number, is_finite in zip(of_kind, are_finite.tolist(), strict=True) if not is_finite]
+    for of_kind in ends.values():  # few kernels: a model has a thousand tensors, and each kernel's first call is slow
+        values: list[float] = torch.stack([end for pair in of_kind.values() for end in pair]).tolist()
+        pairs = zip(values[::2], values[1::2], strict=True)
+        faulty += [number for number, pair in zip(of_kind, pairs, strict=True) if not all(map(math.isfinite, pair))]
     return names[min(faulty)] if faulty else None
 
 
