@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from queue import Empty, SimpleQueue
 from typing import Any, Self
 
 import torch
@@ -75,6 +74,22 @@ class Share:
     """Bytes that the rank reads."""
     readings: list[Reading]
     """One for each thread."""
+
+
+class Pieces:
+    """Pieces of spans. Threads that iterate over it at the same time share them."""
+
+    def __init__(self, spans: Iterable[Span]) -> None:
+        self._left = cut(spans, PIECE_BYTES)
+        self._lock = threading.Lock()
+
+    def __iter__(self) -> Iterator[Span]:
+        while True:
+            with self._lock:
+                piece = next(self._left, None)
+            if piece is None:
+                return
+            yield piece
 
 
 class SpanReader:
@@ -147,9 +162,7 @@ class SpanReader:
 
     def _begin(self, spans: Iterable[Span]) -> list[Reading]:
         """Let each thread take pieces of the spans, after what was begun before."""
-        pieces: SimpleQueue[Span] = SimpleQueue()
-        for piece in cut(spans, PIECE_BYTES):
-            pieces.put(piece)
+        pieces = Pieces(spans)
         read = self._read_on_gpu if self.device.type == "cuda" else _read_on_cpu
         return [self._threads.submit(read, pieces) for _ in range(NUM_THREADS)]
 
@@ -162,7 +175,7 @@ class SpanReader:
         self.read_s += time.monotonic() - begun_s
         self.read_bytes += num_bytes
 
-    def _read_on_gpu(self, pieces: SimpleQueue[Span]) -> Any:
+    def _read_on_gpu(self, pieces: Pieces) -> Any:
         """Copy pieces to the GPU in the thread's own stream. Return an event after the last of them."""
         if not hasattr(self._local, "stream"):
             torch.cuda.set_device(self.device)  # each thread has its own current device and stream
@@ -171,7 +184,7 @@ class SpanReader:
             self._streams.append(self._local.stream)
             self._local.turns = _pinned_turns()
         stream: Any = self._local.stream
-        for piece in _taken(pieces):
+        for piece in pieces:
             buffer_B, view, copied = next(self._local.turns)
             copied.synchronize()
             _read_into(view[: piece.num_bytes], piece)
@@ -239,8 +252,8 @@ def scatter(bytes_B: Tensor, bucket: Iterable[Span]) -> None:
         at += span.num_bytes
 
 
-def _read_on_cpu(pieces: SimpleQueue[Span]) -> None:
-    for piece in _taken(pieces):
+def _read_on_cpu(pieces: Pieces) -> None:
+    for piece in pieces:
         _read_into(piece.target_B.numpy().data, piece)
 
 
@@ -255,14 +268,6 @@ def _pinned_turns() -> Iterator[tuple[Tensor, memoryview, Any]]:
         made.append((buffer_B, buffer_B.numpy().data, torch.cuda.Event()))  # type: ignore[no-untyped-call]
         yield made[-1]
     yield from itertools.cycle(made)
-
-
-def _taken(pieces: SimpleQueue[Span]) -> Iterator[Span]:
-    while True:
-        try:
-            yield pieces.get_nowait()
-        except Empty:
-            return
 
 
 def _read_into(view: memoryview, piece: Span) -> None:
