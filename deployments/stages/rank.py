@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -45,23 +46,30 @@ class LoadRankParts:
         config = self.model.denoiser
         with timed("rank: libraries", rank=context.rank), quick_imports():
             import_module("diffusers.pipelines.auto_pipeline")
+        with timed("rank: checkpoint", rank=context.rank), quick_imports():  # beside the first exchanges
+            checkpoint = self._checkpoint(context)
+            is_sliced = slicing(config, checkpoint)
         with timed("rank: first exchanges", rank=context.rank):
             wait_for_first_exchanges()  # they must not overlap the copy of weights, which the first kernels may
         with timed("rank: weights", rank=context.rank), quick_imports():
-            loras: dict[str, Any] = {"loras": self.model.adapters, "runtime_loras": self.model.runtime_loras}
-            checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, **loras)
-            eager_only = checkpoint.eager_only(is_split=config.splits_tokens)
-            config.check_engine(self.model.dtype, eager_only=eager_only)  # before weights are read
-            if problems := tuple(self.model.path_problems(checkpoint.spec)):
-                raise ValueError("; ".join(problems))
-            denoiser = self._denoiser(checkpoint, context)
+            denoiser = self._denoiser(checkpoint, context, is_split=is_sliced())
         return partial(_build, self.model, context, checkpoint, denoiser)
 
-    def _denoiser(self, checkpoint: Checkpoint, context: RankContext) -> DenoiserModel:
+    def _checkpoint(self, context: RankContext) -> Checkpoint:
+        """Open the checkpoint. ValueError if the configuration does not suit it."""
+        loras: dict[str, Any] = {"loras": self.model.adapters, "runtime_loras": self.model.runtime_loras}
+        checkpoint = Checkpoint.open(self.model.source, context.device, self.model.dtype, **loras)
+        eager_only = checkpoint.eager_only(is_split=self.model.denoiser.splits_tokens)
+        self.model.denoiser.check_engine(self.model.dtype, eager_only=eager_only)  # before weights are read
+        if problems := tuple(self.model.path_problems(checkpoint.spec)):
+            raise ValueError("; ".join(problems))
+        return checkpoint
+
+    def _denoiser(self, checkpoint: Checkpoint, context: RankContext, *, is_split: bool) -> DenoiserModel:
         """Return the transformers, with weights that can sleep if the model shares its GPUs."""
         from engines.core.weight_memory import WeightMemory
 
-        memory, is_split = rank_resources().get(WeightMemory), is_sliced(self.model.denoiser, checkpoint)
+        memory = rank_resources().get(WeightMemory)
         if self.model.sleeps:
             memory.open(context.device, asleep_folder())
         with memory.region():
@@ -185,19 +193,20 @@ def reading_axis(config: DenoiserConfig, context: RankContext) -> Axis:
     return Axis(ranks=(context.rank,), index=0) if is_alone else host_axis(context)
 
 
-def is_sliced(config: DenoiserConfig, checkpoint: Checkpoint) -> bool:
-    """Return whether weights are loaded sliced, the same on all ranks: they read and exchange weights together.
+def slicing(config: DenoiserConfig, checkpoint: Checkpoint) -> Callable[[], bool]:
+    """Return a function that says whether weights are loaded sliced, the same on all ranks.
 
-    Every rank makes the call, after the first exchanges. ValueError if the engine cannot do that.
+    Ranks read and exchange weights together. Every rank calls the function, after the first exchanges. All that needs
+    no other rank is done before. ValueError if the engine cannot load slices.
     """
     from engines.planner.cost_model import USABLE
     from engines.planner.measure import smallest_memory_bytes
 
     if (is_decided := must_slice(config)) is not None:
-        return is_decided
+        return lambda: is_decided
     held_bytes = checkpoint.weights_bytes(quantised=is_quantised(config))
     originals_on_host = config.torch is not None and config.torch.originals_on_host
     switches = bool(named(checkpoint.loras)) or checkpoint.runtime_loras is not None
     if switches and not originals_on_host:  # adapters switch in the original weights
         held_bytes += checkpoint.weights_bytes()
-    return held_bytes > USABLE * smallest_memory_bytes(checkpoint.device)
+    return lambda: held_bytes > USABLE * smallest_memory_bytes(checkpoint.device)

@@ -50,20 +50,24 @@ class Communicator:
         return StoreAddress(host=host, port=port)
 
     def join(self, address: StoreAddress) -> None:
-        """Initialise ``torch.distributed`` and verify it with one exchange. Block until all ranks have joined."""
+        """Initialise ``torch.distributed`` and verify it with one exchange. Block until all ranks have joined.
+
+        A single rank exchanges nothing: NCCL is set up only if it does so later.
+        """
         if self._store is None:
             self._store = TCPStore(address.host, address.port, self._num_ranks, timeout=self._timeout)
-        is_cuda = self._device.type == "cuda"
+        is_cuda, is_alone = self._device.type == "cuda", self._num_ranks == 1
         dist.init_process_group(
             "nccl" if is_cuda else "gloo",
             store=self._store,
             rank=self._rank,
             world_size=self._num_ranks,
             timeout=self._timeout,
-            device_id=self._device if is_cuda else None,
+            device_id=self._device if is_cuda and not is_alone else None,  # None: not before the first exchange
             pg_options=self._nccl.for_torch() if is_cuda else None,
         )
-        self._verify()
+        if not is_alone:
+            self._verify()
 
     def leave(self) -> None:
         """Destroy the process group; all ranks do it together. The store lives as long as rank 0's process."""

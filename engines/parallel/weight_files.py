@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -166,17 +167,19 @@ def is_finite(value: Tensor) -> bool:
 
 
 def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
-    """Return the first name whose tensor has a value that is NaN or infinite. Wait once for each device."""
-    flags: dict[torch.device, list[tuple[str, Tensor]]] = {}
+    """Return the first name whose tensor has a value that is NaN or infinite. Wait once for each device and dtype."""
+    names: list[str] = []
+    ends: dict[tuple[torch.device, torch.dtype], dict[int, tuple[Tensor, Tensor]]] = {}
     for name, value in named:
         if value.numel() and value.is_floating_point():
-            ends = torch.stack(torch.aminmax(value))
-            flags.setdefault(value.device, []).append((name, ends.isfinite().all()))
-    for found in flags.values():
-        are_finite = torch.stack([flag for _, flag in found]).tolist()
-        if not all(are_finite):
-            return found[are_finite.index(False)][0]
-    return None
+            ends.setdefault((value.device, value.dtype), {})[len(names)] = torch.aminmax(value)
+            names.append(name)
+    faulty: list[int] = []
+    for of_kind in ends.values():  # few kernels: a model has a thousand tensors, and each kernel's first call is slow
+        values: list[float] = torch.stack([end for pair in of_kind.values() for end in pair]).tolist()
+        pairs = zip(values[::2], values[1::2], strict=True)
+        faulty += [number for number, pair in zip(of_kind, pairs, strict=True) if not all(map(math.isfinite, pair))]
+    return names[min(faulty)] if faulty else None
 
 
 def tensor_files(folder: Path, name: str = NAME) -> dict[str, str]:

@@ -409,6 +409,7 @@ def from_rank_0(call: Callable[[], T]) -> T:
 
 def from_all_ranks(value: T) -> list[T]:
     """Return the values of all ranks, in their order, on all ranks."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [value] * dist.get_world_size()
+    if len(values) > 1:  # a single rank has no communicator yet
+        dist.all_gather_object(values, value)
     return values

@@ -11,6 +11,8 @@ from functools import cache
 
 import pytest
 
+from deployments.worker_shim import LEVELS
+from deployments.zygote import LIBRARIES
 from tests.layout.support.source import CODE, PACKAGES, ROOT, Names, modules_named, nodes_of, python_files, top, tree_of
 
 MAY_IMPORT = {
@@ -232,6 +234,19 @@ def test_unit_tests_import_no_torch() -> None:
     assert len(files) > len(listed)
     modules = {name: name.removesuffix(".py").replace("/", ".") for name in files}
     assert {name: found for name, module in modules.items() if (found := WITH_TORCH & reached(module))} == {}
+
+
+@pytest.mark.parametrize(
+    ("module", "levels"),
+    [("deployments.stages.denoiser", LEVELS[:1]), ("deployments.stages.rank", LEVELS), ("engines.gang.rank", LEVELS)],
+)
+def test_forks_have_all_modules_of_ours_that_import_no_ray(module: str, levels: tuple[str, ...]) -> None:
+    """Otherwise each start of a gang imports them: name them in ``LIBRARIES``."""
+    libraries = ["deployments.zygote", *(library for level in levels for library in LIBRARIES[level])]
+    forked = {name for library in libraries for name in reached(library)}
+    later = {name for name in reached(module) - forked if top(name) in PACKAGES and next_modules(name)}
+    assert later, "some import Ray"
+    assert {name for name in later if "ray" not in map(top, reached(name))} == set()
 
 
 def test_http_is_known_to_deployments_alone() -> None:

@@ -17,7 +17,7 @@ from diffusers import LTX2VideoTransformer3DModel
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 
 from deployments.model_config import ModelConfig
-from deployments.stages.rank import LoadRankParts, is_sliced, reading_axis
+from deployments.stages.rank import LoadRankParts, reading_axis, slicing
 from deployments.stages.stage_config import DenoiserConfig
 from engines.core.engine import RankContext
 from engines.core.model import Branch, Mix
@@ -153,7 +153,7 @@ def test_weights_wait_for_the_first_exchanges(pictures: Path, monkeypatch: pytes
         exchanges: Future[None] = Future()
         resources.get(EarlyStart).exchanges = exchanges
         exchanges.set_exception(RuntimeError("an exchange failed"))
-        monkeypatch.setattr(Checkpoint, "open", Mock(side_effect=AssertionError("weights are read")))
+        monkeypatch.setattr(Checkpoint, "denoiser", Mock(side_effect=AssertionError("weights are read")))
         with pytest.raises(RuntimeError, match="an exchange failed"):
             make(RankContext(rank=0, num_ranks=1, device="cpu"))
 
@@ -201,12 +201,12 @@ def test_weights_are_read_in_slices_where_the_strategy_divides_them(
     pictures: Path, options: dict[str, Any], expected: bool
 ) -> None:
     config = DenoiserConfig(num_ranks=4, **options)
-    assert is_sliced(config, Checkpoint(pictures)) is expected
+    assert slicing(config, Checkpoint(pictures))() is expected
 
 
 def test_auto_slices_what_does_not_fit(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: 1000)
-    assert is_sliced(DenoiserConfig(num_ranks=4), Checkpoint(pictures))
+    assert slicing(DenoiserConfig(num_ranks=4), Checkpoint(pictures))()
 
 
 @pytest.mark.parametrize(("rooms", "expected"), [((1000, 2**40), True), ((2**40, 1000), True), ((2**40, 2**41), False)])
@@ -218,7 +218,7 @@ def test_ranks_of_unlike_gpus_load_alike(pictures: Path, rooms: tuple[int, int],
 def slices_with(folder: Path, rooms: tuple[int, int]) -> bool:
     room = rooms[dist.get_rank()]
     with patch("engines.planner.measure.memory_bytes", return_value=room):
-        return is_sliced(DenoiserConfig(num_ranks=2, reading="together"), Checkpoint(folder))
+        return slicing(DenoiserConfig(num_ranks=2, reading="together"), Checkpoint(folder))()
 
 
 def test_weights_that_change_from_job_to_job_need_room_twice(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,9 +226,9 @@ def test_weights_that_change_from_job_to_job_need_room_twice(pictures: Path, mon
     monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: room)
     for name, expected in (("", False), ("ink", True)):
         checkpoint = Checkpoint(pictures, loras=[LoraSource(path="ink.safetensors", name=name)])
-        assert is_sliced(DenoiserConfig(num_ranks=4), checkpoint) is expected
+        assert slicing(DenoiserConfig(num_ranks=4), checkpoint)() is expected
     on_host = DenoiserConfig(num_ranks=4, torch=TorchOptions(originals_on_host=True))
-    assert not is_sliced(on_host, checkpoint), "loaded values are in host memory"
+    assert not slicing(on_host, checkpoint)(), "loaded values are in host memory"
 
 
 def test_quantised_weights_need_less_room(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,26 @@ def test_quantised_weights_need_less_room(pictures: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("engines.planner.measure.memory_bytes", lambda device: room)
     for precision, expected in (("native", True), ("fp8", False), ("int8", False)):
         config = DenoiserConfig(num_ranks=4, precision=precision)
-        assert is_sliced(config, Checkpoint(pictures)) is expected
+        assert slicing(config, Checkpoint(pictures))() is expected
+
+
+def test_the_checkpoint_is_opened_beside_the_first_exchanges(pictures: Path) -> None:
+    """Only weights, and the exchange that decides how they are read, wait."""
+    calls, config = Mock(), DenoiserConfig(num_ranks=4)
+    make = LoadRankParts(model=ModelConfig(name="pictures", path=str(pictures), denoiser=config))
+    calls.smallest_memory_bytes.return_value = 2**40
+    with (
+        separate_rank_resources(),
+        patch("engines.parallel.early_start.wait_for_first_exchanges", calls.wait),
+        patch("engines.planner.measure.smallest_memory_bytes", calls.smallest_memory_bytes),
+        patch.object(Checkpoint, "weights_bytes", calls.weights_bytes),
+        patch.object(Checkpoint, "denoiser", calls.denoiser),
+    ):
+        calls.weights_bytes.return_value = 1000
+        calls.denoiser.return_value.modules = {}
+        make(RankContext(rank=0, num_ranks=4, device="cpu"))
+    names = [name for name, *_ in calls.mock_calls]
+    assert names == ["weights_bytes", "wait", "smallest_memory_bytes", "denoiser"]
 
 
 @pytest.mark.parametrize(
@@ -273,4 +292,4 @@ def test_reading_together_needs_several_ranks_and_whole_weights(fields: dict[str
 def test_slices_need_ranks_to_share_them(pictures: Path) -> None:
     config = DenoiserConfig(num_ranks=1, load="sliced")
     with pytest.raises(ValueError, match="load: sliced needs the engine torch and several ranks, not torch on 1"):
-        is_sliced(config, Checkpoint(pictures))
+        slicing(config, Checkpoint(pictures))()

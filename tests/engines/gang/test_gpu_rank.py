@@ -138,6 +138,25 @@ def member(rank: int, pipe: Connection) -> None:
     assert total.item() == 3.0
 
 
+def single() -> None:
+    device = torch.device("cuda", 0)
+    torch.cuda.set_device(device)
+    communicator = Communicator(rank=0, num_ranks=1, device=device, timeout_s=60.0)
+    communicator.join(communicator.open_store("127.0.0.1"))
+    values: list[object] = [None]
+    dist.all_gather_object(values, "later")
+    communicator.leave()
+    assert values == ["later"]
+
+
+def test_a_single_gpu_may_exchange_with_itself() -> None:
+    """Its communicator is made then."""
+    process = multiprocessing.get_context("spawn").Process(target=single)
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_two_gpus_join_over_nccl() -> None:
     context = multiprocessing.get_context("spawn")

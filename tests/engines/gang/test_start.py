@@ -248,7 +248,7 @@ def read_with_a_bad_disk(file: Path, context: RankContext) -> BuildRank:
     from engines.parallel import file_reading
     from engines.parallel.early_start import host_axis
 
-    def refuse(target_B: torch.Tensor, piece: file_reading.Span) -> None:
+    def refuse(view: memoryview, piece: file_reading.Span) -> None:
         raise OSError(f"the disk of rank {context.rank} is broken")
 
     if context.rank == 1:

@@ -53,6 +53,19 @@ def test_the_gangs_group_gets_them_on_gpus_only(nccl: pytest.MonkeyPatch, device
     assert given is None if device == "cpu" else told(given) == (True, 4, UNSET)
 
 
+@pytest.mark.parametrize(("num_ranks", "is_connected"), [(1, False), (2, True)])
+def test_a_single_rank_connects_to_no_others(nccl: pytest.MonkeyPatch, num_ranks: int, is_connected: bool) -> None:
+    """With a device, NCCL is set up at once, and then verified."""
+    made, verify = MagicMock(), MagicMock()
+    nccl.setattr("engines.gang.communicator.dist.init_process_group", made)
+    nccl.setattr(Communicator, "_verify", verify)
+    device = torch.device("cuda", 0)
+    member = Communicator(rank=0, num_ranks=num_ranks, device=device, timeout_s=5)
+    member.join(member.open_store("127.0.0.1"))
+    assert made.call_args.kwargs["device_id"] == (device if is_connected else None)
+    assert verify.called is is_connected
+
+
 def test_groups_between_some_ranks_inherit_them(nccl: pytest.MonkeyPatch) -> None:
     world = MagicMock()
     world._get_backend.return_value.options = NcclOptions(max_ctas=8).for_torch()

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from transformers import T5Config, T5EncoderModel
 
 from engines.parallel import file_reading
-from engines.parallel.weight_files import files_of
+from engines.parallel.weight_files import files_of, first_not_finite
 from engines.quantization.linear import weights_to_quantise
 from pipelines import component_weights, gpu_weights
 from pipelines.blocks.footprint import ForwardMeter
@@ -221,6 +221,24 @@ def test_what_has_other_tensors_is_an_error(tmp_path: Path) -> None:
             fill(outline(), [tmp_path / "wrong.safetensors"], CPU)
     shutil.copy(file, tmp_path / "right.safetensors")
     fill(outline(), [tmp_path / "right.safetensors"], CPU)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_the_first_tensor_that_is_not_finite_is_named(value: float) -> None:
+    """Dtypes take turns, and each is checked by itself."""
+    torch.manual_seed(0)
+    dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
+    named = {f"{number}": torch.randn(3, 1 + number).to(dtypes[number % 4]) for number in range(12)}
+    named |= {"none": torch.empty(0, 4), "whole": torch.arange(3), "one": torch.tensor(3.5)}
+    assert first_not_finite(named.items()) is None
+    for faulty in (("7",), ("9", "6"), ("one", "11"), ("one",), ("5", "3", "0")):
+        damaged = dict(named)
+        for name in faulty:
+            damaged[name] = named[name].clone()
+            damaged[name].view(-1)[-1] = value
+        expected = next(name for name, x in damaged.items() if not x.isfinite().all())
+        assert first_not_finite(damaged.items()) == expected
+    assert first_not_finite({"large": torch.tensor([3e38, -3e38])}.items()) is None
 
 
 def outline() -> FluxTransformer2DModel:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from threading import Condition
 from typing import Any
 from unittest.mock import patch
 
@@ -23,7 +26,7 @@ from engines.gang.communicator import Communicator
 from engines.parallel import file_reading
 from engines.parallel.collectives import Axis, all_gather
 from engines.parallel.early_start import host_axis, start_early, wait_for_early_start
-from engines.parallel.file_reading import SpanReader
+from engines.parallel.file_reading import Span, SpanReader
 from engines.parallel.weight_files import files_of
 from pipelines.checkpoint import Checkpoint
 from pipelines.gpu_weights import fill
@@ -33,6 +36,7 @@ from tests.pipelines.lora.support.tiny_lora import write_lora
 from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_qwen
 from tests.pipelines.support.checkpoints.damage import changed, scaled
 from tests.pipelines.test_sliced import in_many_files
+from tests.support.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
 BUCKET_BYTES, PIECE_BYTES = 20_000, 3_000
@@ -125,6 +129,76 @@ def test_tensors_of_several_files_and_dtypes_are_read_once(num_ranks: int, tmp_p
     read = [read_bytes for _, read_bytes, *_ in answers]
     assert sum(read) == total, "each byte is read by one rank"
     assert max(read) - min(read) < 0.01 * total, "in equal shares"
+
+
+def reads_at_exchanges(file: Path) -> list[tuple[int, bool]]:
+    """Return what this rank had read at each exchange, and whether the next share was read before the exchange.
+
+    Each exchange waits for that.
+    """
+    total, own = file.stat().st_size, BUCKET_BYTES // 2
+    changed, read_bytes, found = Condition(), 0, list[tuple[int, bool]]()
+
+    def count(view: memoryview, piece: Span) -> None:
+        nonlocal read_bytes
+        read_into(view, piece)
+        with changed:
+            read_bytes += piece.num_bytes
+            changed.notify_all()
+
+    def gather(x: Tensor, axis: Axis) -> Tensor:
+        next_bytes = min(own * (len(found) + 2), total // 2)
+        with changed:
+            was_read = all(is_read for _, is_read in found)  # after the first failure, no further waits
+            is_read = was_read and changed.wait_for(lambda: read_bytes >= next_bytes, PATIENCE_S / 2)
+            found.append((read_bytes, is_read))
+        return all_gather(x, axis)
+
+    read_into = file_reading._read_into
+    target_B = torch.empty(total, dtype=torch.uint8)
+    with ExitStack() as stack:
+        stack.enter_context(small_buckets())
+        stack.enter_context(patch.object(file_reading, "_read_into", count))
+        stack.enter_context(patch.object(file_reading, "all_gather", gather))
+        opened = stack.enter_context(file.open("rb"))
+        reader = stack.enter_context(SpanReader(CPU, everyone()))
+        reader.read([Span(file=opened.fileno(), offset=0, target_B=target_B)])
+    assert target_B.numpy().tobytes() == file.read_bytes()
+    return found
+
+
+def test_the_next_shares_are_read_while_one_is_exchanged(tmp_path: Path) -> None:
+    """No more of them than there is memory for."""
+    num_buckets, own = 7, BUCKET_BYTES // 2
+    (tmp_path / "weights").write_bytes(random.Random(0).randbytes(num_buckets * BUCKET_BYTES))
+    for found in gang(2).run(reads_at_exchanges, tmp_path / "weights"):
+        assert [is_read for _, is_read in found] == [True] * num_buckets
+        for number, (read_bytes, _) in enumerate(found):
+            assert read_bytes <= own * (number + file_reading.NUM_SHARES)
+
+
+@pytest.mark.parametrize("begin", [0, 3, 12, 15, 24])
+def test_a_share_is_one_span_wherever_its_bytes_follow_each_other_in_a_file(begin: int, tmp_path: Path) -> None:
+    """Each piece costs Python's lock, which all threads need. Tensors 1 and 2 follow each other; 3 is after a gap."""
+    contents = bytes(range(100)), bytes(range(100, 200))
+    for number, content in enumerate(contents):
+        (tmp_path / str(number)).write_bytes(content)
+    places = [(0, 5, 10), (0, 15, 4), (0, 23, 8), (1, 31, 6)]
+    with (tmp_path / "0").open("rb") as first, (tmp_path / "1").open("rb") as second:
+        files = first.fileno(), second.fileno()
+        bucket = [
+            Span(file=files[file], offset=offset, target_B=torch.empty(size, dtype=torch.uint8))
+            for file, offset, size in places
+        ]
+        own_B = torch.full((7,), 255, dtype=torch.uint8)
+        spans = list(file_reading.share_of(bucket, begin, own_B))
+        for span in spans:
+            file_reading._read_into(span.target_B.numpy().data, span)
+    whole = [(file, byte) for file, offset, size in places for byte in contents[file][offset : offset + size]]
+    own = whole[begin : begin + len(own_B)]
+    assert own_B.tolist() == [byte for _, byte in own] + [255] * (len(own_B) - len(own))
+    jumps = [pair for pair in itertools.pairwise(own) if pair[1] != (pair[0][0], pair[0][1] + 1)]
+    assert len(spans) == 1 + len(jumps)
 
 
 def open_checkpoint(folder: Path, how: dict[str, Any]) -> Checkpoint:
