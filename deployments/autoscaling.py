@@ -1,6 +1,6 @@
 """Ray Serve's autoscaling policy of denoisers: the number of gangs by predicted work.
 
-Serve calls the policy in its controller 20 times a second. Its input are the metrics of the replicas
+Serve calls the policy in its controller ten times a second. Its input are the metrics of the replicas
 (``Denoiser.record_autoscaling_stats``).
 """
 

@@ -33,7 +33,6 @@ Until then it blocks the replica whose stream to it has ended, which answers no 
 """
 SERVE_ENVIRONMENT: Mapping[str, str] = {
     "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
-    "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.05",
     "RAY_SERVE_PROXY_HEALTH_CHECK_PERIOD_S": "0.5",
     "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "1.5",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
@@ -42,10 +41,9 @@ SERVE_ENVIRONMENT: Mapping[str, str] = {
 }
 """Variables for the start of a cluster's nodes, from which replicas inherit them.
 
-One event loop per replica instead of two: no coroutine blocks for long, and each hop between loops adds latency. The
-controller looks 20 times a second, not ten, for replicas to start and for those that are ready; a start waits for
-several looks. A proxy that died or hangs is replaced after seconds, while the door waits. A replica that answers no
-health check is killed, since it may be stopped. Idle replicas wake up once a second, not ten times, for metrics.
+One event loop per replica instead of two: no coroutine blocks for long, and each hop between loops adds latency. A
+proxy that died or hangs is replaced after seconds, while the door waits. A replica that answers no health check is
+killed, since it may be stopped. Idle replicas wake up once a second, not ten times, for metrics.
 """
 LOCAL_ENVIRONMENT: Mapping[str, str] = {"SCAN_EVENT_DIR_INTERVAL_SECONDS": "3600"}
 """Ray's agent scans for dashboard events, by default every two seconds."""

@@ -239,7 +239,7 @@ class Denoiser:
     async def check_health(self) -> None:
         """Raise if the gang is broken. One ``Gang.check_health`` may span several calls.
 
-        Serve polls running checks 20 times a second, and so learns of a broken gang fast.
+        Serve polls running checks ten times a second, and so learns of a broken gang fast.
         """
         with self._pace.call() as left_s:
             if self._member is not None and self._gang.is_whole:
