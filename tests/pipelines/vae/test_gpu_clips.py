@@ -31,7 +31,7 @@ def decoded(vae: Any, latents_BCFHW: Tensor) -> Tensor:
 @pytest.mark.parametrize("name", VAES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @torch.no_grad()
-def test_a_fused_decoder_is_nearer_to_float32_than_diffusers_in_half_precision(name: str, dtype: torch.dtype) -> None:
+def test_a_fused_decoder_is_as_near_to_float32_as_diffusers_in_half_precision(name: str, dtype: torch.dtype) -> None:
     exact = VAES[name]().cuda()
     half = copy.deepcopy(exact).to(torch.float16 if dtype is torch.float32 else dtype)
     fused = copy.deepcopy(exact).to(dtype)
