@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import diffusers
 import numpy as np
 import pytest
 import torch
@@ -19,7 +20,7 @@ from pipelines.size import Size
 from pipelines.vae.chunks import decode_bands, decode_chunks, skip_unread_cache
 from pipelines.vae.fused_clips import CausalResnet, PairedResnet, fuse_clip_decoder, is_supported_clip_decoder
 from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_ltx
-from tests.pipelines.vae.support.vaes import VAES, copies, decibels
+from tests.pipelines.vae.support.vaes import SIZES, VAES, copies, decibels
 
 NUM_LATENT_FRAMES = 5
 NUM_ROWS = 31
@@ -72,6 +73,21 @@ def test_a_clip_is_that_of_diffusers(name: str) -> None:
     for pixels in (decoded(fused, noise(batch=2)), torch.cat(list(decode_chunks(fused, noise(batch=2))), 2)):
         assert pixels.dtype is torch.float32
         assert error(pixels, expected) < 5e-6
+
+
+@pytest.mark.parametrize(
+    ("in_time", "num_single"), [([False, False, False], 4), ([True, False, False], 3), ([True, True, False], 2)]
+)
+@torch.no_grad()
+def test_frames_are_paired_only_after_an_upsampling_in_time(in_time: list[bool], num_single: int) -> None:
+    """The last of these is the decoder's first. Before it a latent frame is one frame, which has no other to pair."""
+    torch.manual_seed(0)
+    plain = diffusers.AutoencoderKLWan(**SIZES, temperal_downsample=in_time).eval().requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    fuse_clip_decoder(fused.decoder, torch.float32)
+    assert error(decoded(fused, noise()), decoded(plain, noise())) < 5e-6
+    paired = [any(isinstance(part, PairedResnet) for part in block.modules()) for block in fused.decoder.up_blocks]
+    assert paired == [False] * num_single + [True] * (4 - num_single)
 
 
 @pytest.mark.parametrize("name", NAMES)
