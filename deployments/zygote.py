@@ -93,7 +93,7 @@ LIBRARIES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 """Modules that workers of each level import for every model. A level includes those of the levels before it."""
-TRITON_LIBRARIES = ("engines.fast.triton_kernels", "engines.fast.triton_group_norm")
+TRITON_LIBRARIES = tuple(f"engines.fast.triton_{name}" for name in ("kernels", "group_norm", "frames"))
 """Modules that workers of the level "model" import too, where Triton is installed."""
 IDLE_S = 30.0
 """Time without workers after which a zygote without a lifeline ends."""

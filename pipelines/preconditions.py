@@ -76,15 +76,17 @@ def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_dev
     import diffusers
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
 
+    from pipelines.vae.fused_clips import check_preparable
     from pipelines.vae.layers import check_decoder
     from pipelines.vae.multi_gpu import check_divisible
 
     with init_empty_weights():
         vae = getattr(diffusers, name).from_config(dict(written))
     try:
-        for key, is_set in (("compile", compiled), ("memory_gib", limits_memory)):
-            if is_set:
-                check_decoder(vae, key)
+        if compiled:
+            check_preparable(vae)
+        if limits_memory:
+            check_decoder(vae, "memory_gib")
         if num_devices > 1:
             check_divisible(vae)
     except ValueError as error:

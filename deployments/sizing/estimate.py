@@ -228,12 +228,9 @@ def _estimate(
     steps = [step if work is step.work else plan(work, same_weights=weights, must_fit=False) for work in works]
     numbers = [checkpoint.num_steps(one) for one in request.stages]
     others = [OtherPass(work=one, num_steps=n) for one, n in zip(works, numbers, strict=True) if one is not step.work]
-    beside = StageMemory.of(
-        parts,
-        limits=_decodes(checkpoint, limits_memory=True),
-        usual_limit_gib=usual_limit_gib(options.num_ranks),
-        copies=_decodes(checkpoint, compiled=True),
-    )
+    limits = _limits_decodes(checkpoint)  # decoders of pictures, and the same ones are copied by decoder.compile
+    usual_gib = usual_limit_gib(options.num_ranks)
+    beside = StageMemory.of(parts, limits=limits, usual_limit_gib=usual_gib, copies=limits)
     return Estimate(
         request=request,
         dtype=checkpoint.dtype,
@@ -289,12 +286,11 @@ def budgets_of(options: EstimateOptions, estimate: Estimate) -> dict[str, Budget
     return found
 
 
-def _decodes(checkpoint: Checkpoint, *, compiled: bool = False, limits_memory: bool = False) -> bool:
-    """Return whether the decoder supports these options."""
+def _limits_decodes(checkpoint: Checkpoint) -> bool:
+    """Return whether the decoder supports ``memory_gib``."""
     from pipelines.preconditions import decoder_problems
 
-    problems = decoder_problems(checkpoint.path, compiled=compiled, limits_memory=limits_memory, num_devices=1)
-    return not list(problems)
+    return not list(decoder_problems(checkpoint.path, compiled=False, limits_memory=True, num_devices=1))
 
 
 def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machine, str]:

@@ -48,7 +48,7 @@ class StageMemory:
     whole: int = 0
     """One decode without a limit."""
     copied: int = 0
-    """The copy of the decoder's weights that ``decoder.compile`` makes on a GPU, in another layout."""
+    """The copy of a picture's decoder that ``decoder.compile`` makes on a GPU, in another layout."""
     layers: int = 0
     """Layers of the text encoders, which ``text_encoder.offloads_layers`` keeps in host memory."""
     buffers: int = 0
@@ -64,7 +64,7 @@ class StageMemory:
     def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int, copies: bool = False) -> StageMemory:
         """Return the memory of ``found``.
 
-        ``limits``: the decoder supports ``memory_gib``; ``copies``: it supports ``compile``.
+        ``limits``: the decoder supports ``memory_gib``; ``copies``: ``compile`` copies it.
         """
         decode = found.decode_bytes or 0
         return cls(

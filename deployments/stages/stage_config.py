@@ -164,7 +164,7 @@ class DecoderConfig(StageConfig):
     memory_gib: PositiveFloat | None = None
     """Limit of GPU memory beside its weights: larger pictures are decoded in rows, with the same pixels."""
     num_devices: PositiveInt = 1
-    """GPUs of its node, its own included, for large pictures and clips; what ``compile`` prepared is decoded on one."""
+    """GPUs of its node, its own included, for large pictures and clips; pictures that ``compile`` prepared need one."""
 
     @property
     def num_devices_used(self) -> int:

@@ -88,9 +88,12 @@ def warm_encoder(encoder: BlocksEncoder, spec: StageSpec, checkpoint: Checkpoint
 def warm_decoder(decoder: BlocksDecoder, spec: StageSpec, checkpoint: Checkpoint) -> NDArray[np.uint8]:
     """Decode each of the gang's ``warm_sizes`` and a preview. Return one frame for the warm-up of file encoders.
 
-    Without ``warm_sizes``, decode only a preview: all frames of a clip take a CPU longer than they save.
+    A fused decoder of clips decodes three small latent frames. Without ``warm_sizes``, the preview is all else: all
+    frames of a clip take a CPU longer than they save.
     """
     defaults, sizes = checkpoint.defaults, spec.model.denoiser.warm_sizes
+    with shared_gpu(spec.stage):
+        decoder.warm_kernels()
     if not checkpoint.spec.has_known_conditioning:
         logger.info("no warm-up of the decoder: conditioning is unknown", extra={"family": checkpoint.spec.family})
         return np.zeros((1, defaults.height, defaults.width, 3), np.uint8)

@@ -39,6 +39,9 @@ def quantized(x_RC: Tensor) -> QuantRows:
     return QuantRows(values_RC=(x_RC.float() / scale_R1).to(FP8), scale_R1=scale_R1)
 
 
+Products: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor]"
+"""Four tensors that make pairs of frames (``frames``): the even frame is 0 + 1 + 2, the odd one 1 - 2 - 3."""
+
 EPS = 1e-6
 """Default term added to the variance in layer norms and to the mean square in RMS norms."""
 

@@ -24,12 +24,17 @@ from pipelines.media.picture import laid_over_white
 from pipelines.media.sound import Sound
 from pipelines.request import MediaRequest
 from pipelines.vae.chunks import ChunkedVae, decodes_in_chunks, on_stream, skip_unread_cache
+from pipelines.vae.fused_clips import is_fused_clip_decoder
 from pipelines.vae.multi_gpu import distribute_decoder
 from pipelines.vae.strips import check_fits, limit_memory, release_cached_memory
 
 OUTPUTS = ("images", "videos")
 SOUNDS = ("audio", "sound")
 RATE = "sampling_rate"
+FRAMES_AT_A_TIME = 4
+"""Frames that are converted to bytes together: those of a latent frame."""
+URGENT = -1
+"""Priority of a stream whose kernels run before those of other streams."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +79,7 @@ class BlocksDecoder:
             vae.enable_slicing()  # decode a picture's layers one by one, in less memory
         if decodes_in_chunks(vae):
             skip_unread_cache(vae)
-        self._compiled = (compile_decoder(self._pipeline.vae),) if compiled else ()
+        self._compiled = compile_decoder(self._pipeline.vae) if compiled else ()
         if memory_bytes is not None:
             limit_memory(self._pipeline.vae, memory_bytes)
         self._decoders = distribute_decoder(self._pipeline.vae, others, memory_bytes, self._is_ready) if others else ()
@@ -90,6 +95,16 @@ class BlocksDecoder:
     def compile_calls(self) -> AbstractContextManager[None]:
         """Compile the decoder for the sizes that are decoded inside the block."""
         return compile_calls(self._compiled)
+
+    @torch.no_grad()
+    def warm_kernels(self) -> None:
+        """Decode three small latent frames if the decoder of clips is fused: they need the kernels of every size.
+
+        One frame before a frame, and two, have kernels of their own.
+        """
+        vae: Any = getattr(self._pipeline, "vae", None)
+        if is_fused_clip_decoder(getattr(vae, "decoder", None)):
+            vae.decode(torch.zeros(1, vae.config.z_dim, 3, 2, 2, device=self._opened.device, dtype=vae.dtype))
 
     def check_fits(self, request: MediaRequest) -> None:
         """Raise ValueError for a picture whose decode cannot fit the GPU.
@@ -127,9 +142,12 @@ class BlocksDecoder:
 
     @cached_property
     def _aside(self) -> Any:
-        """The stream for work on chunks while later ones are computed; None on CPUs, which do one after the other."""
+        """The stream for work on chunks while later ones are computed; None on CPUs, which do one after the other.
+
+        The host waits for that work before it issues the next chunk. It must not wait for the one that is computed.
+        """
         device = self._opened.device
-        return torch.get_device_module(device).Stream(device) if device.type == "cuda" else None
+        return torch.get_device_module(device).Stream(device, priority=URGENT) if device.type == "cuda" else None
 
     def _decode_chunks(self, latents: Mapping[str, Any], request: MediaRequest, main: Any) -> Iterator[DecodedMedia]:
         """Yield the chunks; they are computed on the stream ``main``, all else on the current one."""
@@ -231,16 +249,17 @@ def _cut(pixels_FCHW: Tensor, request: MediaRequest, num_before: int = 0) -> Ten
 
 
 def to_frames(pixels_FCHW: Tensor, request: MediaRequest) -> NDArray[np.uint8]:
-    """Convert frame by frame, since intermediates are float32, and on the device, which is faster.
+    """Convert a few frames at a time, since intermediates are float32, and on the device, which is faster.
 
     ValueError or JobFailedError if pixels are not finite.
     """
     has_opacity, sums = request.num_layers > 0, []
     frames_FHWC = np.empty((len(pixels_FCHW), *pixels_FCHW.shape[-2:], 4 if has_opacity else 3), np.uint8)
-    for frame_HWC, pixels_CHW in zip(torch.from_numpy(frames_FHWC), pixels_FCHW, strict=True):
-        unit_HWC = pixels_CHW.movedim(-3, -1).float()
-        unit_HWC = unit_HWC if has_opacity else on_white(unit_HWC)
-        sums.append(unit_HWC.sum())  # one pass, and no tensor of flags
-        frame_HWC.copy_((unit_HWC * 255).round_().to(torch.uint8).contiguous())
+    targets = torch.split(torch.from_numpy(frames_FHWC), FRAMES_AT_A_TIME)
+    for target_FHWC, some_FCHW in zip(targets, torch.split(pixels_FCHW, FRAMES_AT_A_TIME), strict=True):
+        unit_FHWC = some_FCHW.movedim(-3, -1).float()
+        unit_FHWC = unit_FHWC if has_opacity else on_white(unit_FHWC)
+        sums.append(unit_FHWC.sum())  # one pass, and no tensor of flags
+        target_FHWC.copy_((unit_FHWC * 255).round_().to(torch.uint8).contiguous())
     check_finite(finite_flags({"sums": sums}), request, "pixels")
     return frames_FHWC

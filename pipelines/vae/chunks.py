@@ -235,7 +235,7 @@ def _cropped(crops: Iterable[tuple[nn.Module, slice]]) -> Iterator[None]:
 
 
 def _crop(rows: slice, module: nn.Module, inputs: Any, output_BCFHW: Tensor) -> Tensor:
-    return output_BCFHW[..., rows, :].contiguous()
+    return output_BCFHW[..., rows, :].clone()  # in the memory layout of the output
 
 
 def _crops(decoder: Any, band: Band, num_rows: int) -> Iterator[tuple[nn.Module, slice]]:

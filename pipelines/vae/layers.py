@@ -39,7 +39,7 @@ def check_decoder(vae: Any, key: str) -> None:
     if not is_supported_decoder(getattr(vae, "decoder", None)):
         raise ValueError(
             f"decoder.{key} is for auto-encoders of pictures with group norms, such as AutoencoderKL, and this model's "
-            f"is {type(vae).__name__}: leave it out, and decoder.compile and decoder.memory_gib alike"
+            f"is {type(vae).__name__}: leave it out"
         )
 
 

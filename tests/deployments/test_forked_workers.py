@@ -483,7 +483,7 @@ ONLY_LATER = {"ray", "colorama", "tracemalloc", "_tracemalloc"}
 @pytest.mark.parametrize("is_installed", [True, False])
 def test_workers_import_triton_kernels_where_triton_is(is_installed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: is_installed or None)
-    kernels = ("engines.fast.triton_kernels", "engines.fast.triton_group_norm")
+    kernels = tuple(f"engines.fast.triton_{name}" for name in ("kernels", "group_norm", "frames"))
     assert libraries_of("model") == LIBRARIES["model"] + kernels * is_installed
     assert libraries_of("base") == LIBRARIES["base"]
 

@@ -48,9 +48,10 @@ def test_printed_it_is_read_as_the_same(name: str, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("gpus")
-def test_asks_a_decoder_for_nothing_that_it_cannot_do() -> None:
-    decoder = config_for(WAN).app.models[0].decoder
-    assert (decoder.compile, decoder.memory_gib, decoder.num_gpus) == (False, None, 0.1)
+@pytest.mark.parametrize(("name", "compiles"), [(WAN, True), ("LTX-2", False)])
+def test_asks_a_decoder_for_nothing_that_it_cannot_do(name: str, compiles: bool) -> None:
+    decoder = config_for(name).app.models[0].decoder
+    assert (decoder.compile, decoder.memory_gib, decoder.num_gpus) == (compiles, None, 0.1)
 
 
 @pytest.mark.usefixtures("gpus")

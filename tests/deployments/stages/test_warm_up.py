@@ -147,9 +147,8 @@ def test_models_on_small_cards_release_what_the_warm_up_needed(
         return np.zeros((1, 8, 8, 3), np.uint8)
 
     warm_encoder(cast(Any, SimpleNamespace(compile_calls=nullcontext, encode=blank)), on_gpu, checkpoint)
-    warm_decoder(
-        cast(Any, SimpleNamespace(compile_calls=nullcontext, decode_all=blank, preview=blank)), on_gpu, checkpoint
-    )
+    calls = {"decode_all": blank, "preview": blank, "warm_kernels": blank}
+    warm_decoder(cast(Any, SimpleNamespace(compile_calls=nullcontext, **calls)), on_gpu, checkpoint)
     assert released == expected
 
 
@@ -170,7 +169,7 @@ def test_stages_on_gpus_prepare_while_nobody_times_steps(
     spec, checkpoint = spec_of(pictures, "64x48"), Checkpoint(pictures)
     on_gpu = replace(spec, stage=replace(spec.stage, num_gpus=num_gpus))
     warm_encoder(cast(Any, SimpleNamespace(compile_calls=nullcontext, encode=look)), on_gpu, checkpoint)
-    decoder: Any = SimpleNamespace(compile_calls=nullcontext, decode_all=look, preview=look)
+    decoder: Any = SimpleNamespace(compile_calls=nullcontext, decode_all=look, preview=look, warm_kernels=look)
     warm_decoder(decoder, on_gpu, checkpoint)
-    assert len(was_free) == 4
+    assert len(was_free) == 5
     assert set(was_free) == {not num_gpus}

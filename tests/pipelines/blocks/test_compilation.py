@@ -162,7 +162,7 @@ def test_a_fused_decoder_decodes_every_size(tiny_flux: Path, monkeypatch: pytest
     fused = fuse_decoder(vae.decoder)
     monkeypatch.setattr(compilation, "fuse_decoder", lambda _: fused)
     monkeypatch.setattr(nn.Parameter, "is_cuda", True, raising=False)
-    forward = compilation.compile_decoder(vae)
+    (forward,) = compilation.compile_decoder(vae)
     monkeypatch.undo()
     first, other = (torch.randn(1, vae.decoder.conv_in.in_channels, 4, width) for width in (4, 6))
     with compile_calls([forward]):

@@ -6,7 +6,7 @@ import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 from unittest.mock import MagicMock, patch
 
 import numpy as np
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
 
-from engines.fast import fp8_heads, triton_fp8_heads, triton_group_norm, triton_kernels
+from engines.fast import fp8_heads, frames, triton_fp8_heads, triton_frames, triton_group_norm, triton_kernels
 from engines.fast.kernels import (
     HeadNorms,
     Modulation,
@@ -224,6 +224,37 @@ def check_group_norm(device: str, *, silu: bool, has_weights: bool) -> None:
     close(got, expected)
 
 
+def check_frames(device: str, channels: int) -> None:
+    """Channels that fill no tile, several tiles, and two clips; frames as they are and as products."""
+    clip, residual = torch.randn(2, 2, 4, 3, 5, channels)
+    weight, bias = torch.randn(2, channels)
+    a, b, c, d = torch.randn(4, 4, 3, 5, channels)
+    products = (a, b, c, d)
+
+    def there(some: Any) -> Any:
+        return tuple(map(there, some)) if isinstance(some, tuple) else some.to(device) if some is not None else None
+
+    with patch.object(triton_frames, "TILE", 64):
+        for offset, silu in ((None, True), (bias, False)):
+            got, expected = (torch.zeros(2, 6, 3, 5, channels, device=where) for where in (device, "cpu"))
+            frames.pixel_norm(clip, weight, expected[:, 2:], bias_C=offset, silu=silu)
+            triton_frames.launch_norm(there(clip), there(weight), there(offset), got[:, 2:], silu=silu)
+            close(got, expected)
+            for earlier in (torch.randn(2, 1, 3, 5, channels), torch.randn(2, 2, 3, 5, channels)):
+                for source in (clip, products):
+                    wanted = frames.split_frames(source, weight, earlier, bias_C=offset)
+                    results = triton_frames.launch_split(*there((source, weight, offset, earlier)))
+                    for one, other in zip(results, wanted, strict=True):
+                        close(one, other)
+        merged = triton_frames.launch_merge(*there((products, bias, residual)))
+        close(merged, frames.merge_frames(products, bias, residual))
+        parts = torch.randn(3, 5, 4, 4 * channels)
+        close(triton_frames.launch_interleave(*there((parts, bias))), frames.interleave(parts, bias))
+        total = clip.clone().to(device)
+        triton_frames.launch_add(total, *there((bias, residual)))
+        close(total, clip + bias + residual)
+
+
 def check_fp8_heads(
     device: str, *, heads: int, groups: int, dim: int, padded: int, lengths: tuple[int, int], masked: bool
 ) -> None:
@@ -301,6 +332,8 @@ def main(device: str) -> None:
     check_heads(device, heads=6, dim=8, outer=1, inner=3)
     check_heads(device, heads=6, dim=8, outer=1, inner=4)
     check_quantization(device)
+    for channels in (24, 32):
+        check_frames(device, channels)
     check_all_fp8_heads(device)
     x = torch.randn(5, 2 * 2100)  # more columns than a program takes
     close(triton_kernels.launch_gated(x.to(device)), gated(x))
