@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engines.core.torch_private import tree_leaves
-from engines.parallel.weight_files import NAME, files_of, first_not_finite, tensor_files, tensor_names
+from engines.parallel.weight_files import NAME, files_of, first_not_finite, metadata_of, tensor_files, tensor_names
 from engines.quantization.scaled_files import dequantised, find_scales
 from pipelines.directory import gguf_in, quantiser_of
 from pipelines.gpu_weights import FileTensors
@@ -250,7 +250,9 @@ def _dequantised(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:
     """Return weights for transformers if the files have scales, else None."""
     if not has_scales(folder):
         return None
-    return dequantised({name: x for file in _files(folder) for name, x in load_file(file).items()}, dtype)
+    files = _files(folder)
+    tensors = {name: x for file in files for name, x in load_file(file).items()}
+    return dequantised(tensors, dtype, map(metadata_of, files))
 
 
 class TrackedTensor(Tensor):

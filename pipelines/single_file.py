@@ -115,11 +115,12 @@ def _read_file(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
         return _of_transformer(dict(_read_gguf(file, dtype)))
     try:
         with safe_open(file, framework="pt") as opened:
-            check_metadata(file, opened.metadata())
+            header = opened.metadata()
+        check_metadata(file, header)
         tensors = load_file(file)
     except SafetensorError as error:
         raise ValueError(f"{file} is no safetensors file, or not the whole of one ({error})") from error
-    return dequantised(_of_transformer(tensors), dtype)
+    return dequantised(_of_transformer(tensors), dtype, [header])
 
 
 def _of_transformer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
