@@ -225,9 +225,12 @@ def files_of(folder: Path, name: str = NAME) -> tuple[Path, ...]:
 
 
 def _index(folder: Path, name: str) -> dict[str, str] | None:
-    """Return the file of each tensor; None without an index."""
+    """Return the file of each tensor; None without an index, or if the library prefers the file ``name``.
+
+    Of a single file and an index beside it, diffusers takes the index, and transformers the file.
+    """
     file = folder / f"{name}.index.json"
-    if not file.is_file():
+    if not file.is_file() or (name != NAME and (folder / name).is_file()):
         return None
     weight_map: dict[str, str] = json.loads(file.read_text())["weight_map"]
     return weight_map
