@@ -108,6 +108,8 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
         known = ", ".join(sorted(SINGLE_FILE_LOADABLE_CLASSES))
         raise ValueError(f"diffusers reads no {kind.__name__} from one file ({file}): give a folder; it reads {known}")
     tensors = _read_file(file, dtype)
+    if "UNet" not in kind.__name__:  # diffusers finds these by the prefix, and some transformers only without
+        tensors = {name.removeprefix(OWN): tensor for name, tensor in tensors.items()}
     try:
         if faults := _faults(kind, tensors, config):
             raise ValueError(faults)
