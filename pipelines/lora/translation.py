@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from engines.parallel.weight_files import is_finite, metadata_of, tensor_names
 from pipelines.component_weights import sources_of, track, untrack
+from pipelines.models.registry import load_spec
 
 UP, DOWN, UP_BIAS, ALPHA = ".lora_B.weight", ".lora_A.weight", ".lora_B.bias", ".alpha"
 OTHER_SPELLINGS = {".lora_down.weight": DOWN, ".lora_up.weight": UP, ".lora.down.weight": DOWN, ".lora.up.weight": UP}
@@ -220,15 +221,21 @@ def with_points(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, T
 
 
 def _pointed(layer: str, up_NR: Tensor, module: nn.Module) -> str | None:
-    """Return the only name with points for underscores of ``layer`` that becomes one of ``module``."""
+    """Return a name with points for underscores of ``layer`` that becomes one of ``module``.
+
+    None without one, or if names become different ones.
+    """
     parts = layer.split("_")
     if len(parts) > MAX_UNDERSCORES + 1:
         return None
     gaps = product("._", repeat=len(parts) - 1)
     candidates = {f"{_joined(parts, marks)}.weight": up_NR for marks in gaps}
     own = {name for name, _ in module.named_parameters()}
-    found = {source for name, _, source in translate_weights(candidates, module) if name in own}
-    return found.pop().removesuffix(".weight") if len(found) == 1 else None
+    found: dict[str, set[str]] = {}
+    for name, _, source in translate_weights(candidates, module):
+        if name in own:
+            found.setdefault(source, set()).add(name)
+    return min(found).removesuffix(".weight") if len(set(map(frozenset, found.values()))) == 1 else None
 
 
 def _joined(parts: Iterable[str], marks: Iterable[str]) -> str:
@@ -239,6 +246,7 @@ def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tu
     """Yield weights in the makers' names as (diffusers' name, value, makers' name), if translated one to one."""
     loader = SINGLE_FILE_LOADABLE_CLASSES.get(type(module).__name__)
     if loader is None or not weights:
+        yield from _by_family(weights, load_spec(type(module).__name__).makers_layers)
         return
     try:
         translated = loader["checkpoint_mapping_fn"](config=dict(module.config), checkpoint=track(weights, set()))
@@ -248,6 +256,18 @@ def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tu
         if len(sources_of(value)) == 1:
             (source,) = sources_of(value)
             yield name, untrack(value), source
+
+
+def _by_family(
+    weights: Mapping[str, Tensor], layers: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield as ``translate_weights`` does, by the names that a family has for a class that diffusers has none for."""
+    for key, value in weights.items():
+        layer, _, leaf = key.rpartition(".")
+        for pattern, names in layers.items():
+            if (match := re.fullmatch(pattern, layer)) is not None and len(value) % len(names) == 0:
+                for name, rows in zip(names, value.chunk(len(names)), strict=True):
+                    yield f"{match.expand(name)}.{leaf}", rows, key
 
 
 def _load(pipeline_class: Any, module: Any, source: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
