@@ -35,6 +35,8 @@ def by_parameter(differences: Mapping[str, Tensor], module: nn.Module, path: Pat
     """
     parameters = {name for name, _ in module.named_parameters()}
     origin = {_parameter(key): key for key in differences}
+    if all(name in parameters for name in origin):  # a translation may change the rows of names that it leaves
+        return {name: differences[key] for name, key in origin.items()}
     makers = {name: differences[key] for name, key in origin.items()}
     found: dict[str, Tensor] = {}
     for name, value, source in translate_weights(makers, module):

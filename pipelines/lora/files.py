@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipelines.directory import U_NET
 from pipelines.loading import resolve_file
 from pipelines.lora.adapter_config import alpha_of, factor_scale, for_all_layers, has_alpha, peft_config, written_config
 from pipelines.lora.differences import as_products, by_parameter, has_factors, split_differences
@@ -92,6 +93,11 @@ def _is_peft(tensors: Iterable[str]) -> bool:
     return all(key.startswith(PEFT_PREFIX) for key in tensors)
 
 
+def _bare(key: str) -> str:
+    """Return the key of a config without the name of the part, which the names of layers may lack."""
+    return key.removeprefix(f"{TRANSFORMER}.").removeprefix(f"{U_NET}.")
+
+
 def _config_of(tensors: Iterable[str], path: Path) -> Mapping[str, Any]:
     return CONFIGS[PEFT_PREFIX if _is_peft(tensors) else ""](path)
 
@@ -134,7 +140,7 @@ class _File:
                 is_all = are_layers_of(self.module, as_pairs(tensors, prefix))
                 if not is_all and self._from_makers_names(tensors, has_scale=has_scale) is not None:
                     return None
-                config = config_of(self.path) if self.config else {}
+                config = {_bare(key): value for key, value in config_of(self.path).items()} if self.config else {}
                 return replace(_with_alphas(as_pairs(tensors, prefix)), config=config)
         if self.config or has_scale or (pairs := by_own_names(tensors, self.module)) is None:
             return None
@@ -142,9 +148,10 @@ class _File:
 
     def _from_makers_names(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers | None:
         """Return layers in the makers' names, translated as weights are; None for others, as in ``_from_own_names``."""
-        if not _is_peft(tensors) and (self.config or has_scale):
-            return None
-        found = by_weights(tensors, self.module, partial(alpha_of, self.config) if self.config else None)
+        config = {_bare(key): value for key, value in self.config.items()}
+        if not _is_peft(tensors) and (has_scale or config.get("alpha_pattern")):
+            return None  # patterns in a header are of names that diffusers' loader makes
+        found = by_weights(tensors, self.module, partial(alpha_of, config) if config else None)
         return None if found is None else Layers(tensors=found.tensors, alphas=found.alphas)
 
     def _by_loader(self, tensors: Mapping[str, Tensor]) -> Layers:

@@ -91,7 +91,7 @@ PEFT_PREFIX = "base_model.model."
 MAKERS_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "unet.", PEFT_PREFIX, "")
 FLAT_PREFIXES = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
 """Prefixes of keys that write layers with underscores: of VideoX-Fun, kohya's scripts, OneTrainer and LyCORIS."""
-MAX_UNDERSCORES = 12
+MAX_UNDERSCORES = 11
 """In a layer's name: each may be a point."""
 REPEATED = {"qkv": "to_q", "out": "to_out_0"}
 """Layers that some trainers write twice, by ends of names: fused, and as in the model."""
@@ -209,7 +209,11 @@ def with_points(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, T
         return None
     pairs = as_pairs(tensors, prefix)
     shapes = {re.sub(r"\d+", "0", key.removesuffix(UP)): key.removesuffix(UP) for key in pairs if key.endswith(UP)}
-    pointed = {shape: _pointed(layer, pairs[layer + UP], module) for shape, layer in shapes.items()}
+    pointed: dict[str, str] = {}
+    for shape, layer in shapes.items():
+        if (name := _pointed(layer, pairs[layer + UP], module)) is None:
+            return None  # at once: a file of a client may have any number of names
+        pointed[shape] = name
     named: dict[str, Tensor] = {}
     for key, x in pairs.items():
         layer, _, end = key.partition(".")

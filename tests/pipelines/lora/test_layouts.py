@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.loaders.lora_conversion_utils import swap_scale_shift
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -288,9 +289,11 @@ def test_halves_of_a_modulation_change_places(
 @pytest.mark.parametrize("prefix", ["diffusion_model.", "transformer.", ""])
 def test_own_names_are_not_translated(small: Callable[[str], Path], tmp_path: Path, prefix: str) -> None:
     """MiniMax-H3's makers have the halves of this layer in the other order, under another name."""
-    name = "transformer_blocks.0.ff.net.0.proj"
-    tensors = pair(prefix + name, *plain(small("minimax"))[f"{name}.weight"].shape, spelling="A")
-    expected = {f"{name}.weight": product(tensors, prefix + name)}
+    name, other = (f"transformer_blocks.{number}.ff.net.0.proj" for number in (0, 1))
+    shape = plain(small("minimax"))[f"{name}.weight"].shape
+    tensors = pair(prefix + name, *shape, spelling="A")
+    expected = {f"{name}.weight": product(tensors, prefix + name), f"{other}.weight": torch.randn(shape)}
+    tensors[f"{prefix}{other}.diff"] = expected[f"{other}.weight"]
     check(added(small("minimax"), written(tensors, tmp_path)), expected)
 
 
@@ -362,3 +365,22 @@ def test_hunyuan_video_in_the_names_of_its_trainers(small: Callable[[str], Path]
     tensors = pair(key, sum(rows), base[names[0]].shape[1], alpha=3.0)
     expected = torch.split(product(tensors, key, 3.0 / RANK), rows)
     check(added(small("hunyuan"), written(tensors, tmp_path)), dict(zip(names, expected, strict=True)))
+
+
+@pytest.mark.parametrize("part", ["", "transformer."])
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_the_configuration_in_a_header_counts_with_and_without_the_parts_name(
+    small: Callable[[str], Path], tmp_path: Path, prefix: str, part: str
+) -> None:
+    """Diffusers writes both or neither; tools rename the keys of tensors alone, to the makers' names too."""
+    name = "proj_out"
+    tensors = pair(prefix + name, *plain(small("flux"))[f"{name}.weight"].shape, spelling="A")
+    config = {f"{part}r": RANK, f"{part}lora_alpha": 3}
+    file = tmp_path / "adapter.safetensors"
+    save_file(tensors, file, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
+    check(added(small("flux"), file), {f"{name}.weight": product(tensors, prefix + name, 3.0 / RANK)})
+    key = "diffusion_model.final_layer.adaLN_modulation.1"
+    tensors = pair(key, *plain(small("klein"))["norm_out.linear.weight"].shape, spelling="A")
+    save_file(tensors, file, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
+    expected = swap_scale_shift(product(tensors, key, 3.0 / RANK))
+    check(added(small("klein"), file), {"norm_out.linear.weight": expected})
