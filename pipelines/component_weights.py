@@ -21,13 +21,15 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from engines.core.torch_private import tree_leaves
-from engines.parallel.weight_files import NAME, files_of, first_not_finite, tensor_files, tensor_names
+from engines.parallel.weight_files import NAME, files_of, first_not_finite, metadata_of, tensor_files, tensor_names
 from engines.quantization.scaled_files import dequantised, find_scales
 from pipelines.directory import gguf_in, quantiser_of
 from pipelines.gpu_weights import FileTensors
 
 ENCODER_NAME = "model.safetensors"
 """The file's name in transformers."""
+VARIANT = re.compile(r"(?:diffusion_pytorch_model|model)\.(\w+?)(?:-\d+-of-\d+)?\.safetensors")
+"""Names of files of a variant, one or several, in diffusers and transformers."""
 PATH = "pretrained_model_name_or_path"
 FAST_DEVICES = ("cuda",)
 """Kinds of devices to which ``gpu_weights`` reads faster than transformers. CPUs use the mapped files themselves."""
@@ -75,6 +77,8 @@ def _load(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype, set
     """Return the model as its library loads it with ``settings``, and the library's report."""
     kind = spec.type_hint
     place = {name: value for name in spec.loading_fields() if (value := getattr(spec, name)) is not None}
+    if (variant := variant_of(folder)) is not None:
+        place.setdefault("variant", variant)
     if issubclass(kind, ModelMixin):
         return kind.from_pretrained(place.pop(PATH), **place, **settings)
     if (tensors := _dequantised(folder, dtype)) is not None:
@@ -87,6 +91,17 @@ def _load(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype, set
         files = FileTensors(files_of(folder, ENCODER_NAME), device)
         return _from_tensors(kind, folder, files.lazy(), place[PATH], settings)
     return kind.from_pretrained(place.pop(PATH), **place, **settings)
+
+
+def variant_of(folder: Path) -> str | None:
+    """Return the variant ("fp16") of a part's weights if there are no others. ValueError if there are several."""
+    if _files(folder):
+        return None
+    found = {match[1] for file in folder.glob("*.safetensors") if (match := VARIANT.fullmatch(file.name))}
+    if len(found) > 1:
+        names = ", ".join(sorted(found))
+        raise ValueError(f"{folder} has weights of the variants {names}: keep one of them, or add those without one")
+    return next(iter(found), None)
 
 
 def is_read_here(kind: Any, folder: Path, device: torch.device, place: Collection[str]) -> bool:
@@ -250,7 +265,9 @@ def _dequantised(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:
     """Return weights for transformers if the files have scales, else None."""
     if not has_scales(folder):
         return None
-    return dequantised({name: x for file in _files(folder) for name, x in load_file(file).items()}, dtype)
+    files = _files(folder)
+    tensors = {name: x for file in files for name, x in load_file(file).items()}
+    return dequantised(tensors, dtype, map(metadata_of, files))
 
 
 class TrackedTensor(Tensor):

@@ -16,7 +16,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-DENOISERS = ("transformer", "transformer_ref", "unet")
+U_NET = "unet"
+"""The part that makes predictions in pipelines older than transformers."""
+DENOISERS = ("transformer", "transformer_ref", U_NET)
 """Parts that make predictions."""
 DEFAULTS_FILE = "troupe.json"
 """Defaults of requests that a folder has in place of its family's."""

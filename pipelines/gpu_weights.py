@@ -23,8 +23,8 @@ from engines.core.logs import log_phase
 from engines.parallel.collectives import Axis
 from engines.parallel.file_reading import Span, SpanReader
 from engines.parallel.mesh import ALONE
-from engines.parallel.weight_files import tensor_names
-from engines.quantization.scaled_files import check_format, find_scales, multiplied
+from engines.parallel.weight_files import metadata_of, tensor_names
+from engines.quantization.scaled_files import find_groups, find_scales, multiplied
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -69,11 +69,11 @@ def fill(
     log_phase("load: files", reader.read_s, num_bytes=reader.read_bytes)
     if axis.size > 1:
         log_phase("load: exchange", reader.exchange_s, num_bytes=reader.exchanged_bytes, num_ranks=axis.size)
-    for name in scales.formats:
-        check_format(name, values[name])
+    groups = find_groups(scales, values.__getitem__, map(metadata_of, every))
     for name, scale in scales.of_weight.items():
         factor = values[scale].to(values[name].device)
-        values[name] = multiplied(values[name], factor, name).to(dtypes.get(name, torch.float32))
+        whole = multiplied(values[name], factor, name, groups.get(name, 1))
+        values[name] = whole.to(dtypes.get(name, torch.float32))
     values = {name: value for name, value in values.items() if name not in scales.beside}
     try:
         module.load_state_dict(values, assign=True)

@@ -7,8 +7,10 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md.
 from __future__ import annotations
 
 import json
+import logging
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+logger = logging.getLogger(__name__)
 AT = "@"
 SUFFIXES = (".safetensors", GGUF)
 ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
@@ -30,6 +33,20 @@ UNUSED = re.compile(
     r"|_embeddings_connector\."
 )
 """Keys that may go unread: recomputed values, training-only values, and other parts of a pipeline."""
+PART_PREFIXES = {
+    "vae": "first_stage_model.",
+    "text_encoder": "conditioner.embedders.0.",
+    "text_encoder_2": "conditioner.embedders.1.",
+}
+"""Prefixes of the keys of other parts beside a U-Net, as Stability AI's files have them."""
+OPEN_CLIP = ".model."
+"""In the keys of a text encoder in OpenCLIP's names. Others are in those of transformers."""
+UNUSED_OF_PARTS = re.compile(r"(position_ids|logit_scale)$|^first_stage_model\.(model_ema|loss)\b")
+OTHER_PARTS = re.compile(
+    r"^(vae|audio_vae|vocoder|text_encoders?|text_embedding_projection|first_stage_model|conditioner)\."
+)
+PREDICTS_VELOCITY, ENDS_IN_NOISE = "v_pred", "ztsnr"
+"""Keys without values by which files of U-Nets say how they were trained."""
 
 
 def with_base(file: str, base: str) -> str:
@@ -91,6 +108,8 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
         known = ", ".join(sorted(SINGLE_FILE_LOADABLE_CLASSES))
         raise ValueError(f"diffusers reads no {kind.__name__} from one file ({file}): give a folder; it reads {known}")
     tensors = _read_file(file, dtype)
+    if "UNet" not in kind.__name__:  # diffusers finds these by the prefix, and some transformers only without
+        tensors = {name.removeprefix(OWN): tensor for name, tensor in tensors.items()}
     try:
         if faults := _faults(kind, tensors, config):
             raise ValueError(faults)
@@ -104,10 +123,93 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
     return model
 
 
-def _read_file(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Return the transformer's tensors, dropping other parts of the pipeline."""
+def has_part(file: Path, name: str) -> bool:
+    """Return whether ``file`` has the part ``name`` of a pipeline beside a U-Net."""
+    prefix = PART_PREFIXES.get(name)
+    return prefix is not None and file.suffix != GGUF and any(key.startswith(prefix) for key in _names_in(file))
+
+
+def warn_of_parts(file: Path, base: Path, read: Iterable[str] = ()) -> None:
+    """Log the parts in ``file``, by prefixes of keys, that come from ``base`` instead, but for those of ``read``."""
+    own = tuple(PART_PREFIXES[name] for name in read)
+    names = (key for key in _names_in(file) if not key.startswith(own)) if file.suffix != GGUF else ()
+    if others := sorted({found[1] for key in names if (found := OTHER_PARTS.match(key))}):
+        logger.warning("%s also has %s, which are not read: these parts are those of %s", file, ", ".join(others), base)
+
+
+def check_training(file: Path, scheduler: Mapping[str, Any]) -> None:
+    """Raise ValueError if the U-Net in ``file`` was trained for another scheduler than the base's configuration."""
+    names = () if file.suffix == GGUF else _names_in(file)
+    needed: dict[str, Any] = {"prediction_type": "v_prediction"} if PREDICTS_VELOCITY in names else {}
+    needed |= {"rescale_betas_zero_snr": True} if ENDS_IN_NOISE in names else {}
+    if wrong := {key: value for key, value in needed.items() if scheduler.get(key) != value}:
+        raise ValueError(
+            f"{file} was trained with {wrong}, and the scheduler of its base was not: take a base whose "
+            "scheduler_config.json says so"
+        )
+
+
+def load_part(kind: Any, name: str, file: Path, config: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """Load the part ``name`` beside the U-Net in ``file``, by the configuration in the folder ``config``.
+
+    ValueError if it does not match the configuration.
+    """
+    from diffusers import ModelMixin
+
+    from pipelines.component_weights import check_finite
+
+    tensors = _read_file(file, dtype, PART_PREFIXES[name])
+    try:
+        if issubclass(kind, ModelMixin):
+            if faults := _faults(kind, tensors, config, UNUSED_OF_PARTS):
+                raise ValueError(faults)
+            model = kind.from_single_file(dict(tensors), config=str(config), device=device)
+        else:
+            model = _clip_of(kind, tensors, config, PART_PREFIXES[name]).to(device)
+    except (LookupError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{file} has no {name} like the {kind.__name__} that {config} describes ({error})") from error
+    model = model.to(dtype)
+    check_finite(model, lambda _: file)
+    return model
+
+
+def _clip_of(kind: Any, tensors: Mapping[str, Tensor], config: Path, prefix: str) -> Any:
+    """Return a text encoder of transformers' class ``kind``. ValueError for tensors that it lacks or does not read."""
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    from diffusers.loaders.single_file_utils import convert_ldm_clip_checkpoint, convert_open_clip_checkpoint
+
+    from pipelines.component_weights import describe_faults, sources_of, track, untrack
+
+    with init_empty_weights():
+        model = kind(kind.config_class.from_pretrained(str(config)))
+    own, written = set(model.state_dict()), track(tensors, set())
+    if any(key.startswith(prefix.removesuffix(".") + OPEN_CLIP) for key in tensors):
+        translated = convert_open_clip_checkpoint(model, written, prefix=prefix.removesuffix(".") + OPEN_CLIP)
+    else:
+        translated = convert_ldm_clip_checkpoint(written, f"{prefix}transformer.")
+    named = {name if name in own else name.removeprefix("text_model."): x for name, x in translated.items()}
+    used = frozenset[str]().union(*(sources_of(x) for name, x in named.items() if name in own))
+    faults = describe_faults(
+        kind.__name__,
+        missing=[name for name, _ in model.named_parameters() if name not in named],
+        unread=[name for name in set(tensors) - used if not UNUSED_OF_PARTS.search(name)],
+    )
+    if faults:
+        raise ValueError(faults)
+    model.load_state_dict({name: untrack(x) for name, x in named.items() if name in own}, assign=True)
+    return model
+
+
+@cache
+def _names_in(file: Path) -> frozenset[str]:
+    from engines.parallel.weight_files import tensor_names
+
+    return frozenset(tensor_names(file))
+
+
+def _read_file(file: Path, dtype: torch.dtype, prefix: str = "") -> dict[str, Tensor]:
+    """Return the tensors with a ``prefix``, or else the transformer's, without other parts of the pipeline."""
     from safetensors import SafetensorError, safe_open
-    from safetensors.torch import load_file
 
     from engines.quantization.scaled_files import dequantised
 
@@ -115,16 +217,18 @@ def _read_file(file: Path, dtype: torch.dtype) -> dict[str, Tensor]:
         return _of_transformer(dict(_read_gguf(file, dtype)))
     try:
         with safe_open(file, framework="pt") as opened:
-            check_metadata(file, opened.metadata())
-        tensors = load_file(file)
+            check_metadata(file, header := opened.metadata())
+            names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118  # it is no dict
+            tensors = {name: opened.get_tensor(name) for name in names}
     except SafetensorError as error:
         raise ValueError(f"{file} is no safetensors file, or not the whole of one ({error})") from error
-    return dequantised(_of_transformer(tensors), dtype)
+    return dequantised(tensors if prefix else _of_transformer(tensors), dtype, [header])
 
 
 def _of_transformer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(OWN)}
-    return own or tensors
+    said = (PREDICTS_VELOCITY, ENDS_IN_NOISE)
+    return own or {name: x for name, x in tensors.items() if not OTHER_PARTS.match(name) and name not in said}
 
 
 def _read_gguf(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -155,9 +259,9 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         yield written.name, tensor if shape is None else tensor.reshape(shape.contents())
 
 
-def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> str:
+def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path, unused: re.Pattern[str] = UNUSED) -> str:
     """Return missing and unread keys after diffusers' translation of names, on shapes only; empty if none."""
-    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    from accelerate import init_empty_weights
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     from pipelines.component_weights import describe_faults, sources_of, track
@@ -174,5 +278,5 @@ def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> str:
     return describe_faults(
         kind.__name__,
         missing=[name for name, _ in model.named_parameters() if name not in translated],
-        unread=[name for name in set(tensors) - used if not UNUSED.search(name)],
+        unread=[name for name in set(tensors) - used if not unused.search(name)],
     )

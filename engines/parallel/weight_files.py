@@ -18,7 +18,7 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
 from engines.core.torch_private import has_persistent_buffer
 from engines.parallel.collectives import Axis
 from engines.parallel.tensor import matching, share, shares
-from engines.quantization.scaled_files import check_format, find_scales, multiplied
+from engines.quantization.scaled_files import find_groups, find_scales, multiplied
 
 NAME = "diffusion_pytorch_model.safetensors"
 INDEX = f"{NAME}.index.json"
@@ -46,6 +46,12 @@ class Slice:
         return (
             pieces[0].clone(memory_format=torch.contiguous_format) if len(pieces) == 1 else torch.cat(pieces, self.dim)
         )
+
+    def of_columns(self, weight: Tensor) -> Tensor:
+        """Return the part of a whole ``weight`` that is read, if only some of its columns are."""
+        if not self.ranges or self.dim != 1:
+            return weight
+        return torch.cat([weight[:, start:stop] for start, stop in self.ranges], dim=1)
 
     def of_rows(self, scale: Tensor) -> Tensor:
         """Return the part of ``scale`` for the rows that are read."""
@@ -131,8 +137,8 @@ class _OpenFiles:
                 f"{folder} has neither {NAME} nor {INDEX}: weights can only be read slice by slice from those"
             )
         self._scales = find_scales(self.names)
-        for name in self._scales.formats:
-            check_format(name, self._read(Slice(name=name)))
+        headers = (metadata_of(folder / file) for file in sorted(set(self._file_of.values())))
+        self._groups = find_groups(self._scales, lambda name: self._read(Slice(name=name)), headers)
 
     @property
     def names(self) -> Collection[str]:
@@ -143,10 +149,12 @@ class _OpenFiles:
 
     def read(self, part: Slice) -> Tensor:
         """Return the tensor; in float32 if the files have a scale beside the weight."""
-        value = self._read(part)
         if (scale := self._scales.of_weight.get(part.name)) is None:
-            return value
-        return multiplied(value, part.of_rows(self._read(Slice(name=scale))), part.name)
+            return self._read(part)
+        factor, group = part.of_rows(self._read(Slice(name=scale))), self._groups.get(part.name, 1)
+        if group > 1 and part.dim == 1:  # a rotation needs all columns of its groups
+            return part.of_columns(multiplied(self._read(Slice(name=part.name)), factor, part.name, group))
+        return multiplied(self._read(part), factor, part.name, group)
 
     def _read(self, part: Slice) -> Tensor:
         if part.name not in self._file_of:
@@ -203,6 +211,15 @@ def tensor_names(file: Path) -> tuple[str, ...]:
         raise ValueError(f"{file} is no safetensors file, or not the whole of one ({error})") from error
 
 
+def metadata_of(file: Path) -> dict[str, str]:
+    """Return the metadata in the header of a safetensors file. ValueError, with the file's name, if it is not one."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return opened.metadata() or {}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file} is no safetensors file, or not the whole of one ({error})") from error
+
+
 def files_of(folder: Path, name: str = NAME) -> tuple[Path, ...]:
     """Return the files of a model in diffusers' layout; none if there are no safetensors of the usual names."""
     if (index := _index(folder, name)) is not None:
@@ -211,9 +228,12 @@ def files_of(folder: Path, name: str = NAME) -> tuple[Path, ...]:
 
 
 def _index(folder: Path, name: str) -> dict[str, str] | None:
-    """Return the file of each tensor; None without an index."""
+    """Return the file of each tensor; None without an index, or if the library prefers the file ``name``.
+
+    Of a single file and an index beside it, diffusers takes the index, and transformers the file.
+    """
     file = folder / f"{name}.index.json"
-    if not file.is_file():
+    if not file.is_file() or (name != NAME and (folder / name).is_file()):
         return None
     weight_map: dict[str, str] = json.loads(file.read_text())["weight_map"]
     return weight_map

@@ -2,13 +2,19 @@
 
 Two spellings are in use: ``LAYER.scale_weight`` (ComfyUI's ``scaled_fp8`` files) and ``LAYER.weight_scale`` (ComfyUI's
 later files, LightX2V, compressed-tensors). Either is one number, or one for each row.
+
+ComfyUI names the format of a layer in a tensor ``LAYER.comfy_quant``, or of all layers in the file's header. Columns of
+eight-bit integers may have been rotated in groups (ConvRot).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +26,12 @@ INPUT_SCALES = (".scale_input", ".input_scale")
 MARKER = "scaled_fp8"
 FORMAT = ".comfy_quant"
 """JSON as bytes, with the format of the layer's weight."""
-FORMATS = ("float8_e4m3fn", "float8_e5m2")
+HEADER = "_quantization_metadata"
+"""Key in a file's header of JSON with the formats of layers by name, perhaps without ``PREFIX``."""
+PREFIX = "model.diffusion_model."
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise")
+ROTATED, GROUP, USUAL_GROUP = "convrot", "convrot_groupsize", 256
+"""Keys of a format: whether columns are rotated, and in groups of how many. ComfyUI takes 256 if no number is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +67,8 @@ def find_scales(names: Iterable[str]) -> Scales:
     return Scales(of_weight=scales, formats=frozenset(formats), unneeded=frozenset(unneeded))
 
 
-def multiplied(weight: Tensor, scale: Tensor, name: str) -> Tensor:
-    """Return ``weight`` times ``scale`` in float32.
+def multiplied(weight: Tensor, scale: Tensor, name: str, group: int = 1) -> Tensor:
+    """Return ``weight`` times ``scale`` in float32, its columns rotated back in groups of ``group``.
 
     ValueError, with the weight's ``name``, unless ``scale`` is one number or one per row, and for packed weights.
     """
@@ -70,25 +81,86 @@ def multiplied(weight: Tensor, scale: Tensor, name: str) -> Tensor:
             "each row"
         )
     shape = (-1, *[1] * (weight.ndim - 1)) if scale.numel() > 1 else ()
-    return weight.float() * scale.float().reshape(shape)
+    return _rotated_back(weight.float(), name, group) * scale.float().reshape(shape)
 
 
-def check_format(name: str, written: Tensor) -> None:
-    """Raise ValueError if the JSON in ``written``, whose key is ``name``, names an unsupported format."""
-    found = json.loads(bytes(written.to(torch.uint8).cpu().tolist()))
+def _rotated_back(weight: Tensor, name: str, group: int) -> Tensor:
+    """Return ``weight`` with each group of columns times the rotation, which is its own inverse.
+
+    Without its scale: products of eight-bit integers and the rotation's entries are exact on every device.
+    """
+    if group == 1:
+        return weight
+    if weight.ndim != 2 or weight.shape[1] % group:
+        raise ValueError(f"{name} is {tuple(weight.shape)}, and its columns cannot be rotated in groups of {group}")
+    rotation_GG = _rotation(group).to(weight.device)
+    return (weight.reshape(len(weight), -1, group) @ rotation_GG).reshape(weight.shape)
+
+
+@cache
+def _rotation(group: int) -> Tensor:
+    """Return the regular Hadamard matrix of ConvRot: symmetric and orthogonal, a Kronecker power of one of 4 rows."""
+    four = torch.tensor([[1.0, 1, 1, -1], [1, 1, -1, 1], [1, -1, 1, 1], [-1, 1, 1, 1]])
+    power = four
+    while len(power) < group:
+        power = torch.kron(power, four)
+    return torch.div(power, group**0.5)
+
+
+def find_groups(
+    scales: Scales, read: Callable[[str], Tensor], headers: Iterable[Mapping[str, str] | None]
+) -> dict[str, int]:
+    """Return the number of columns that are rotated together, by weight; weights that are not rotated are left out.
+
+    ``read`` returns the tensor of a key, ``headers`` are the metadata of the files. ValueError for a format of a scaled
+    weight that is not read.
+    """
+    formats = {
+        name.removesuffix(FORMAT): (name, _parsed(name, bytes(read(name).cpu().tolist()))) for name in scales.formats
+    }
+    for header in headers:
+        written = _parsed(HEADER, (header or {}).get(HEADER, "{}"))
+        formats |= {layer: (f"{HEADER} of {layer}", each) for layer, each in dict(written.get("layers", {})).items()}
+    groups = {}
+    for layer, (name, written) in formats.items():
+        weight = next((one for one in (f"{layer}.weight", f"{PREFIX}{layer}.weight") if one in scales.of_weight), None)
+        if weight is not None and (group := _group_of(name, written)) > 1:
+            groups[weight] = group
+    return groups
+
+
+def _parsed(name: str, written: str | bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(written))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is no JSON object ({error}): the file is damaged") from error
+
+
+def _group_of(name: str, written: Any) -> int:
+    """Return the number of columns that a format rotates together, 1 if none. ValueError for other formats."""
+    found: dict[str, Any] = {"format": written} if isinstance(written, str) else dict(written)
     if found.get("format") not in FORMATS:
-        raise ValueError(f"{name} says {found}, and only {' and '.join(FORMATS)} are read: take a file in one of these")
+        raise ValueError(f"{name} says {found}, and only {', '.join(FORMATS)} are read: take a file in one of these")
+    settings = {**(found.get("params") or {}), **found}
+    if not settings.get(ROTATED):
+        return 1
+    group = int(settings.get(GROUP, USUAL_GROUP))
+    if group < 4 or 4 ** round(math.log(group, 4)) != group:
+        raise ValueError(f"{name} says {found}, and {GROUP} must be a power of 4")
+    return group
 
 
-def dequantised(tensors: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+def dequantised(
+    tensors: Mapping[str, Tensor], dtype: torch.dtype, headers: Iterable[Mapping[str, str] | None]
+) -> dict[str, Tensor]:
     """Return ``tensors``, those of all files of a part, with scaled weights dequantised to ``dtype``.
 
-    Other weights are unchanged; keys that only describe weights are dropped. ValueError like ``multiplied``.
+    Other weights are unchanged; keys that only describe weights are dropped. ``headers`` are the metadata of the files.
+    ValueError like ``multiplied`` and ``find_groups``.
     """
     scales = find_scales(tensors)
-    for name in scales.formats:
-        check_format(name, tensors[name])
+    groups = find_groups(scales, tensors.__getitem__, headers)
     weights = {name: tensor for name, tensor in tensors.items() if name not in scales.beside}
     for name, scale in scales.of_weight.items():
-        weights[name] = multiplied(tensors[name], tensors[scale], name).to(dtype)
+        weights[name] = multiplied(tensors[name], tensors[scale], name, groups.get(name, 1)).to(dtype)
     return weights

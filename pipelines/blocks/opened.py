@@ -32,12 +32,21 @@ from pipelines.blocks.offloaded_layers import ENCODERS
 from pipelines.blocks.stand_in import StandIn
 from pipelines.blocks.tree import Sections
 from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
-from pipelines.directory import gguf_in, open_modular, part_class, part_folder, quantiser_of, read_config, read_index
+from pipelines.directory import (
+    U_NET,
+    gguf_in,
+    open_modular,
+    part_class,
+    part_folder,
+    quantiser_of,
+    read_config,
+    read_index,
+)
 from pipelines.gpu_weights import fill, move_buffers
 from pipelines.models.registry import load_spec
 from pipelines.models.spec import CONTROL, ModelSpec
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
-from pipelines.single_file import load_single_file
+from pipelines.single_file import PART_PREFIXES, check_training, has_part, load_part, load_single_file, warn_of_parts
 
 WeightsOnHost = Callable[[nn.Module], Collection[str]]
 """Returns the names of the weights of a transformer that stay on the host, to be quantised or offloaded."""
@@ -254,6 +263,9 @@ class OpenedPipeline:
                 raise ValueError(f"{self._file} is one transformer, and {self.path} has {', '.join(self.transformers)}")
             return self._load_file(name, self._file, stays)
         folder = part_folder(self.path, name)
+        if self._file is not None and U_NET in self.transformers and has_part(self._file, name):
+            part = load_part(spec.type_hint, name, self._file, folder, self._loading_device(stays), self.dtype_of(name))
+            return self._moved(part.eval().requires_grad_(False), stays)
         if name in self.transformers and (file := gguf_in(folder)) is not None:
             return self._load_file(name, file, stays)
         if name in self.transformers and (quantiser := quantiser_of(folder)):
@@ -289,6 +301,9 @@ class OpenedPipeline:
 
     def _load_file(self, name: str, file: Path, stays: WeightsOnHost | None) -> Any:
         folder = part_folder(self.path, name)
+        if name == U_NET:
+            check_training(file, read_config(self.path, "scheduler"))
+        warn_of_parts(file, self.path, PART_PREFIXES if name == U_NET else ())
         kind, device = self.part_class(name), self._loading_device(stays)
         return self._placed(load_single_file(kind, file, folder, device, self.dtype), stays)
 

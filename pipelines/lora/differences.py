@@ -1,4 +1,4 @@
-"""Differences in adapter files that are no low-rank pairs: whole differences and Kronecker products (LoKr).
+"""Differences in adapter files that are no low-rank pairs: whole differences, LoKr and LoHa (arXiv:2309.14859).
 
 The keys of whole differences end in ``.diff`` for a weight, ``.diff_b`` for a bias and ``.diff_m`` for a modulation.
 LightX2V's documents on adapters define them; ComfyUI reads the first two.
@@ -6,14 +6,13 @@ LightX2V's documents on adapters define them; ComfyUI reads the first two.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
-from engines.core.model import LowRank
-from pipelines.lora.translation import MAKERS_PREFIXES, shown, translate_weights
+from pipelines.lora.translation import ALPHA, DOWN, MAKERS_PREFIXES, UP, layer_of, shown, translate_weights
 
 ENDS = {".diff": ".weight", ".diff_b": ".bias", ".diff_m": ".modulation"}
 FLAT_NAMES = "lora_"
@@ -36,6 +35,8 @@ def by_parameter(differences: Mapping[str, Tensor], module: nn.Module, path: Pat
     """
     parameters = {name for name, _ in module.named_parameters()}
     origin = {_parameter(key): key for key in differences}
+    if all(name in parameters for name in origin):  # a translation may change the rows of names that it leaves
+        return {name: differences[key] for name, key in origin.items()}
     makers = {name: differences[key] for name, key in origin.items()}
     found: dict[str, Tensor] = {}
     for name, value, source in translate_weights(makers, module):
@@ -63,48 +64,94 @@ def _parameter(key: str) -> str:
     return name.removesuffix(end) + ENDS[end]
 
 
-MARK = ".lokr_"
+FACTORS = (".lokr_", ".hada_")
+"""Marks of the keys of LoKr and LoHa."""
 MAX_PRODUCT = 2**30
 """Elements of a product of factors, which small files can make as large as they like."""
-FUSED = {"to_qkv": ("to_q", "to_k", "to_v"), "to_added_qkv": ("add_q_proj", "add_k_proj", "add_v_proj")}
-"""Layers that are several here; their rows follow each other."""
+Scale = Callable[[str, int], float]
+"""Returns the scale of a layer by its name and rank, from the file's configuration."""
 
 
-def low_ranks(factors: Mapping[str, Tensor], rows: Mapping[str, int]) -> dict[str, LowRank]:
-    """Return products by layer. ``factors``, by ``LAYER.lokr_w1`` etc., include alphas; ``rows`` are the weights'."""
+def has_factors(tensors: Iterable[str]) -> bool:
+    return any(mark in key for key in tensors for mark in FACTORS)
+
+
+def as_products(tensors: Mapping[str, Tensor], scale_of: Scale | None) -> dict[str, Tensor]:
+    """Return ``tensors`` with the factors of LoKr and LoHa as pairs of the same products, scaled.
+
+    Without ``scale_of`` the scale is alpha / rank (LyCORIS), and 1 without an alpha, or if no factor has a rank.
+    ValueError for factors that make no product of two matrices.
+    """
     layers: dict[str, dict[str, Tensor]] = {}
-    for key, factor in factors.items():
-        layer, _, name = key.rpartition(MARK)
-        layers.setdefault(layer, {})[name] = factor
-    found: dict[str, LowRank] = {}
+    for key, factor in tensors.items():
+        for mark in FACTORS:
+            layer, found, name = key.rpartition(mark)
+            if found:
+                layers.setdefault(layer, {})[f"{mark[1:-1]} {name}"] = factor
+    alphas = {layer: tensors[layer + ALPHA] for layer in layers if layer + ALPHA in tensors}
+    pairs = {key: x for key, x in tensors.items() if not has_factors([key]) and layer_of(key) not in layers}
     for layer, parts in layers.items():
-        found |= _split(layer, _product(layer, parts), rows)
-    return found
+        up_NR, down_RK, rank = _product(layer, parts)
+        if scale_of is not None:
+            scale = scale_of(layer, rank or 1)
+        else:
+            scale = float(alphas[layer]) / rank if layer in alphas and rank else 1.0
+        pairs |= _pair(layer, up_NR * scale, down_RK)
+    return pairs
 
 
-def _product(layer: str, parts: Mapping[str, Tensor]) -> LowRank:
-    """Return ``kron(w1, up @ down)`` as ``kron(w1, up) @ kron(1, down)``."""
-    first_AB, up_CR, down_RD = parts.get("w1"), parts.get("w2_a"), parts.get("w2_b")
-    if first_AB is None and {"w1_a", "w1_b"} <= set(parts):
-        if len(parts["w1_a"]) * parts["w1_b"].shape[-1] > MAX_PRODUCT:
-            raise ValueError(f"{layer} has LoKr factors whose product is larger than the weights of any layer")
-        first_AB = parts["w1_a"].float() @ parts["w1_b"].float()
-    if "w2" in parts:
-        up_CR, down_RD = parts["w2"], torch.eye(parts["w2"].shape[1])
-    unknown = set(parts) - {"w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b"}
-    if first_AB is None or up_CR is None or down_RD is None or unknown:
-        raise ValueError(f"{layer} has {', '.join(sorted(parts))}, which make no LoKr of two matrices")
-    if first_AB.numel() * up_CR.numel() > MAX_PRODUCT:
-        raise ValueError(f"{layer} has LoKr factors whose product is larger than the weights of any layer")
-    up_NR = torch.kron(first_AB.float(), up_CR.float())
-    down_RK = torch.kron(torch.eye(first_AB.shape[1]), down_RD.float())
-    return LowRank(up_NR=up_NR, down_RK=down_RK)
+def _pair(layer: str, up_NR: Tensor, down_RK: Tensor) -> dict[str, Tensor]:
+    """Return a pair by keys; names of layers without points are those of kohya's scripts, which have alphas too."""
+    if "." in layer:
+        return {layer + UP: up_NR, layer + DOWN: down_RK}
+    ends = {".lora_up.weight": up_NR, ".lora_down.weight": down_RK, ALPHA: torch.tensor(float(len(down_RK)))}
+    return {layer + end: x for end, x in ends.items()}
 
 
-def _split(layer: str, product: LowRank, rows: Mapping[str, int]) -> dict[str, LowRank]:
-    place, _, last = layer.rpartition(".")
-    names = [f"{place}.{name}" for name in FUSED.get(last, ())]
-    if layer in rows or not names or not set(names) <= set(rows):
-        return {layer: product}
-    ups = torch.split(product.up_NR, [rows[name] for name in names])
-    return {name: LowRank(up_NR=up_NR, down_RK=product.down_RK) for name, up_NR in zip(names, ups, strict=True)}
+def _product(layer: str, parts: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, int]:
+    """Return two factors of a layer's product, float32, and its rank: 0 if it is of whole matrices."""
+    factors = {name.partition(" ")[2]: x.float().flatten(1) for name, x in parts.items() if x.ndim > 1}
+    kinds = {name.partition(" ")[0] for name in parts}
+    unknown = set(factors) - {"w1", "w1_a", "w1_b", "w2", "w2_a", "w2_b"}
+    has = {number: {f"w{number}_a", f"w{number}_b"} <= set(factors) for number in (1, 2)}
+    is_lokr = kinds == {"lokr"} and all(has[number] != (f"w{number}" in factors) for number in (1, 2))
+    is_loha = kinds == {"hada"} and all(has.values()) and len(factors) == 4
+    if unknown or len(factors) != len(parts) or not (is_lokr or is_loha):
+        names = ", ".join(sorted(name.replace(" ", "_") for name in parts))
+        raise ValueError(f"{layer} has {names}, which make no LoKr or LoHa of two matrices")
+    rank = len(factors["w2_b"]) if has[2] else len(factors["w1_b"]) if has[1] else 0
+    make = _loha if is_loha else _lokr
+    return (*make(layer, factors), rank)
+
+
+def _lokr(layer: str, factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the halves of ``kron(w1, w2)``: ``kron(w1, up) @ kron(1, down)``, or the whole and an identity."""
+    first_AB = factors.get("w1")
+    if first_AB is None:
+        _check_size(layer, len(factors["w1_a"]) * factors["w1_b"].shape[1])
+        first_AB = factors["w1_a"] @ factors["w1_b"]
+    second = factors["w2"] if "w2" in factors else factors["w2_a"]
+    _check_size(layer, first_AB.numel() * second.numel())
+    up_NR = torch.kron(first_AB, second)
+    if "w2_b" in factors:
+        _check_size(layer, first_AB.shape[1] ** 2 * factors["w2_b"].numel())
+        return up_NR, torch.kron(torch.eye(first_AB.shape[1]), factors["w2_b"])
+    num_rows, num_columns = up_NR.shape
+    if num_rows < num_columns:
+        return torch.eye(num_rows), up_NR
+    return up_NR, torch.eye(num_columns)
+
+
+def _loha(layer: str, factors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the halves of ``(w1_a @ w1_b) * (w2_a @ w2_b)``, whose rank is the product of both ranks."""
+    rows, columns = ((factors[f"w1_{half}"], factors[f"w2_{half}"]) for half in "ab")
+    size = max(len(rows[0]), columns[0].shape[1])
+    _check_size(layer, size * rows[0].shape[1] * rows[1].shape[1])
+    up_NR = (rows[0][:, :, None] * rows[1][:, None, :]).flatten(1)
+    down_RK = (columns[0][:, None, :] * columns[1][None, :, :]).flatten(0, 1)
+    return up_NR, down_RK
+
+
+def _check_size(layer: str, num_elements: int) -> None:
+    if num_elements > MAX_PRODUCT:
+        raise ValueError(f"{layer} has factors whose product is larger than the weights of any layer")

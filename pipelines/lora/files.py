@@ -2,43 +2,47 @@
 
 from __future__ import annotations
 
-import json
-import math
-import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
-from safetensors import safe_open
 from torch import Tensor, nn
 
+from pipelines.directory import U_NET
 from pipelines.loading import resolve_file
-from pipelines.lora.differences import MARK, by_parameter, split_differences
+from pipelines.lora.adapter_config import alpha_of, factor_scale, for_all_layers, has_alpha, peft_config, written_config
+from pipelines.lora.differences import as_products, by_parameter, has_factors, split_differences
 from pipelines.lora.source import ADAPTER_FILES, PEFT_CONFIG, LoraSource
 from pipelines.lora.translation import (
     ALPHA,
     DOWN,
-    MAKERS_PREFIXES,
+    PEFT_PREFIX,
     UP,
+    UP_BIAS,
     are_layers_of,
     as_flat_pairs,
     as_pairs,
     by_loader,
+    by_own_names,
     by_weights,
     layer_of,
     read_adapter,
     shown,
+    with_points,
+    without_adapter_name,
 )
 
-PEFT_PREFIX = "base_model.model."
 TRANSFORMER = "transformer"
-OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".hada_": "LoHa"}
+OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".magnitude": "DoRA"}
 """Unsupported kinds of adapters, by a part of their keys."""
 TEXT_PARTS = ("text_encoder", "text_model", "text_conditioner")
 OTHER_PARTS = (*TEXT_PARTS, "transformer", "unet", "connectors", "image_encoder", "vae", "controlnet")
 """Prefixes of the names of pipeline parts."""
+CONFIGS = {PEFT_PREFIX: peft_config, "": written_config}
+"""Reader of the config by prefix of keys: PEFT saved the adapter, or a transformer alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +50,7 @@ class Layers:
     """Contents of an adapter file."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """By ``LAYER.lora_A.weight``, ``LAYER.lora_B.weight`` and ``LAYER.lora_B.bias``, or ``LAYER.lokr_w1`` etc."""
+    """By ``LAYER.lora_A.weight``, ``LAYER.lora_B.weight`` and ``LAYER.lora_B.bias``."""
     alphas: Mapping[str, float] = field(default_factory=dict)
     """By layer."""
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -56,21 +60,7 @@ class Layers:
 
     def scale(self, layer: str, rank: int) -> float:
         """Return alpha / rank (rsLoRA: over its root, arXiv:2312.03732); 1 for files without alphas."""
-        if not self.config:
-            return self.alphas.get(layer, rank) / rank
-        patterns = self.config.get("alpha_pattern") or {}
-        alpha = _by_pattern(patterns, layer, self.config.get("lora_alpha", rank))
-        return float(alpha) / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
-
-    def kronecker_scale(self, layer: str) -> float:
-        """Return the scale of a LoKr layer: 1 if a loader of diffusers has multiplied it into the factors."""
-        if not self.config:
-            return 1.0
-        alpha, rank = (
-            _by_pattern(self.config.get(f"{name}_pattern") or {}, layer, self.config.get(key, 1.0))
-            for name, key in (("alpha", "alpha"), ("rank", "r"))
-        )
-        return float(alpha) / float(rank)
+        return (alpha_of(self.config, layer, rank) if self.config else self.alphas.get(layer, rank)) / rank
 
 
 def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module) -> Layers:
@@ -84,58 +74,118 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module) -> L
     for mark, kind in OTHER_KINDS.items():
         if others := [key for key in tensors if mark in key]:
             raise ValueError(
-                f"{path} is a {kind} adapter ({shown(others)}), and only LoRA and LoKr can be added to weights here"
+                f"{path} is a {kind} adapter ({shown(others)}), and only LoRA, LoKr and LoHa can be added to weights "
+                "here"
             )
     differences, rest = split_differences(tensors)
     whole = by_parameter(differences, module, path)
-    layers = _read(rest, source, path, pipeline_class, module) if rest else Layers()
-    return replace(layers, whole=whole)
+    if not rest:
+        return Layers(whole=whole)
+    config, has_scale = _config_of(rest, path), has_alpha(path)
+    if has_factors(rest):  # the products have their scale
+        rest = as_products(rest, partial(factor_scale, config) if config else None)
+        config, has_scale = {}, False
+    file = _File(source=source, path=path, pipeline_class=pipeline_class, module=module, config=config)
+    return replace(file.read(rest, has_scale=has_scale), whole=whole)
 
 
-def _read(tensors: Mapping[str, Tensor], source: LoraSource, path: Path, pipeline_class: Any, module: Any) -> Layers:
-    if (direct := _from_own_names(tensors, path, module)) is not None:
-        return direct
-    try:
-        layers = _select_part(_translate(tensors, path, pipeline_class, module), source, path, pipeline_class, module)
-    except ValueError:
-        if (other := _from_makers_names(tensors, source, path, pipeline_class, module)) is None:
-            raise
-        return other
-    if any(MARK in key for key in tensors) or are_layers_of(module, layers.tensors):
-        return layers
-    return _from_makers_names(tensors, source, path, pipeline_class, module) or layers
+def _is_peft(tensors: Iterable[str]) -> bool:
+    return all(key.startswith(PEFT_PREFIX) for key in tensors)
 
 
-def _from_makers_names(
-    tensors: Mapping[str, Tensor], source: LoraSource, path: Path, pipeline_class: Any, module: nn.Module
-) -> Layers | None:
-    """Return pairs in the makers' names of layers, with points as in ComfyUI; None for other names.
-
-    They are translated as weights are, or as the same names in kohya's spelling.
-    """
-    if (found := by_weights(tensors, module)) is not None:
-        return Layers(tensors=found.tensors, alphas=found.alphas)
-    flat = as_flat_pairs(tensors)
-    if flat is None or not hasattr(pipeline_class, "lora_state_dict"):
-        return None
-    try:
-        layers = _select_part(_translate(flat, path, pipeline_class, module), source, path, pipeline_class, module)
-    except ValueError:
-        return None
-    return layers if are_layers_of(module, layers.tensors) else None
+def _bare(key: str) -> str:
+    """Return the key of a config without the name of the part, which the names of layers may lack."""
+    return key.removeprefix(f"{TRANSFORMER}.").removeprefix(f"{U_NET}.")
 
 
-def _from_own_names(tensors: Mapping[str, Tensor], path: Path, module: nn.Module) -> Layers | None:
-    """Return layers in the names of ``module``, with or without a prefix; None for other names."""
-    for prefix, config_of in CONFIGS.items():
-        if _names_layers(module, as_pairs({key: x for key, x in tensors.items() if key.startswith(prefix)}, prefix)):
-            return replace(_with_alphas(as_pairs(tensors, prefix)), config=config_of(path))
-    for prefix in MAKERS_PREFIXES:  # a file with alphas in its header has none among its tensors
-        pairs = as_pairs(tensors, prefix)
-        is_whole = all(key.startswith(prefix) for key in tensors) and not any(MARK in key for key in tensors)
-        if is_whole and any(key.endswith(ALPHA) for key in pairs) and are_layers_of(module, pairs):
-            return _with_alphas(pairs)
-    return None
+def _config_of(tensors: Iterable[str], path: Path) -> Mapping[str, Any]:
+    return CONFIGS[PEFT_PREFIX if _is_peft(tensors) else ""](path)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _File:
+    """An adapter file, and what it is for."""
+
+    source: LoraSource
+    path: Path
+    pipeline_class: Any
+    module: nn.Module
+    config: Mapping[str, Any]
+    """PEFT's, with the names of layers in the file."""
+
+    def read(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers:
+        """Return pairs by layers of the module, from its own names, its makers' or those that a loader translates.
+
+        ``has_scale``: the header has a scale, which the loader knows of. Otherwise it comes last, because loaders may
+        leave out what the translation of weights does to rows.
+        """
+        plain = without_adapter_name(tensors)
+        if (own := self._from_own_names(plain, has_scale=has_scale)) is not None:
+            return own
+        if set(plain) != set(tensors):  # by the adapter's name a loader may know a trainer's order of rows
+            with suppress(ValueError):
+                if self._has_pairs(found := self._translated(tensors)):
+                    return found
+        if (makers := self._from_makers_names(plain, has_scale=has_scale)) is not None:
+            return makers
+        layers = self._by_loader(plain)
+        is_peft = self.config and _is_peft(plain)
+        return replace(layers, config=for_all_layers(self.config, self.path)) if is_peft else layers
+
+    def _from_own_names(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers | None:
+        """Return layers in the names of the module; None for other names, and for scales that a loader knows of."""
+        for prefix, config_of in CONFIGS.items():
+            below = as_pairs({key: x for key, x in tensors.items() if key.startswith(prefix)}, prefix)
+            if _names_layers(self.module, below):
+                is_all = are_layers_of(self.module, as_pairs(tensors, prefix))
+                if not is_all and self._from_makers_names(tensors, has_scale=has_scale) is not None:
+                    return None
+                config = {_bare(key): value for key, value in config_of(self.path).items()} if self.config else {}
+                return replace(_with_alphas(as_pairs(tensors, prefix)), config=config)
+        if self.config or has_scale or (pairs := by_own_names(tensors, self.module)) is None:
+            return None
+        return _with_alphas(pairs)
+
+    def _from_makers_names(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers | None:
+        """Return layers in the makers' names, translated as weights are; None for others, as in ``_from_own_names``."""
+        config = {_bare(key): value for key, value in self.config.items()}
+        if not _is_peft(tensors) and (has_scale or config.get("alpha_pattern")):
+            return None  # patterns in a header are of names that diffusers' loader makes
+        found = by_weights(tensors, self.module, partial(alpha_of, config) if config else None)
+        return None if found is None else Layers(tensors=found.tensors, alphas=found.alphas)
+
+    def _by_loader(self, tensors: Mapping[str, Tensor]) -> Layers:
+        """Return layers as diffusers' loader translates them, perhaps from the same names in kohya's spelling."""
+        try:
+            layers = self._translated(tensors)
+        except ValueError:
+            if (other := self._from_flat_names(tensors)) is None:
+                raise
+            return other
+        return layers if self._has_pairs(layers) else self._from_flat_names(tensors) or layers
+
+    def _from_flat_names(self, tensors: Mapping[str, Tensor]) -> Layers | None:
+        """Return layers from names in kohya's spelling, or of files in that spelling from the makers' names."""
+        if (pointed := with_points(tensors, self.module)) is not None:
+            own = by_own_names(pointed, self.module)
+            return _with_alphas(own) if own is not None else self._from_makers_names(pointed, has_scale=False)
+        flat = as_flat_pairs(tensors)
+        if flat is None or not hasattr(self.pipeline_class, "lora_state_dict"):
+            return None
+        try:
+            layers = self._translated(flat)
+        except ValueError:
+            return None
+        return layers if self._has_pairs(layers) else None
+
+    def _has_pairs(self, layers: Layers) -> bool:
+        """Return whether all of ``layers`` are pairs for the module."""
+        are_pairs = all(key.endswith((UP, DOWN, UP_BIAS)) for key in layers.tensors)
+        return are_pairs and are_layers_of(self.module, layers.tensors)
+
+    def _translated(self, tensors: Mapping[str, Tensor]) -> Layers:
+        layers = _translate(tensors, self.path, self.pipeline_class, self.module)
+        return _select_part(layers, self.source, self.path, self.pipeline_class, self.module)
 
 
 def _with_alphas(pairs: Mapping[str, Tensor]) -> Layers:
@@ -190,28 +240,3 @@ def _select_part(layers: Layers, source: LoraSource, path: Path, pipeline_class:
         alphas={key.removeprefix(prefix): alpha for key, alpha in layers.alphas.items()},
         config={key.removeprefix(prefix): value for key, value in layers.config.items()},
     )
-
-
-def _peft_config(path: Path) -> Mapping[str, Any]:
-    file = path.parent / PEFT_CONFIG
-    config: Mapping[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return config
-
-
-def written_config(path: Path) -> Mapping[str, Any]:
-    """Return PEFT's config from the header of a file that diffusers wrote."""
-    with safe_open(path, framework="pt") as opened:
-        config: Mapping[str, Any] = json.loads((opened.metadata() or {}).get(LORA_ADAPTER_METADATA_KEY, "{}"))
-    return config
-
-
-CONFIGS = {PEFT_PREFIX: _peft_config, "": written_config}
-"""Reader of the config by prefix of keys: PEFT saved the adapter, or a transformer alone."""
-
-
-def _by_pattern(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
-    """Return the value of the first pattern that matches: an end of the name, or a regular expression."""
-    for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
-            return value
-    return otherwise

@@ -17,7 +17,7 @@ from torch import nn
 
 from engines.core.model import Addition, DenoiserModel
 from engines.parallel.copies import weightless_copy
-from pipelines.lora.files import written_config
+from pipelines.lora.adapter_config import written_config
 from pipelines.lora.model import check_linears, read_low_ranks
 from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits, LoraSource
 from pipelines.lora.translation import shown
@@ -179,8 +179,9 @@ def check_patterns(path: Path) -> None:
     for config in configs:
         if not isinstance(config, dict):
             raise ValueError(f"the config of {path} is no object")
-        for name in ("alpha_pattern", "rank_pattern"):
-            patterns.extend(_keys(config.get(name) or {}, name))
+        for name, value in config.items():  # in a header they begin with a part's name
+            if str(name).endswith(("alpha_pattern", "rank_pattern")):
+                patterns.extend(_keys(value or {}, name))
     if repeating := [pattern for pattern in patterns if REPEATS.search(pattern)]:
         raise ValueError(f"{path} has patterns that repeat something ({shown(repeating)}): write names of layers")
 

@@ -11,7 +11,6 @@ from torch import nn
 
 from engines.additions import MergingSource, merge
 from engines.core.model import Addition, DenoiserModel, LowRank, LowRanks
-from pipelines.lora.differences import MARK, low_ranks
 from pipelines.lora.files import Layers, read_layers
 from pipelines.lora.source import LoraSource
 from pipelines.lora.translation import DOWN, UP, UP_BIAS, layer_of, shown
@@ -44,7 +43,7 @@ def read_low_ranks(source: LoraSource, module: nn.Module, pipeline_class: Any) -
     """Return an adapter's additions to the parameters of ``module``. ValueError if it is for another model."""
     parameters = dict(module.named_parameters())
     layers = read_layers(source, pipeline_class, module)
-    found = dict(_of_pairs(layers)) | _of_factors(layers, parameters)
+    found = dict(_of_pairs(layers))
     for name, difference in _of_differences(layers):
         if name in found:
             raise ValueError(
@@ -70,7 +69,7 @@ def read_low_ranks(source: LoraSource, module: nn.Module, pipeline_class: Any) -
 
 def _of_pairs(layers: Layers) -> Iterable[tuple[str, LowRank]]:
     """Yield the products of pairs by parameter. ValueError for keys without a partner."""
-    tensors = {key: tensor for key, tensor in layers.tensors.items() if MARK not in key}
+    tensors = layers.tensors
     names = tuple(dict.fromkeys(layer_of(key) for key in tensors))
     expected = {f"{layer}{end}" for layer in names for end in (UP, DOWN, UP_BIAS)}
     single = [layer for layer in names if not {layer + UP, layer + DOWN} <= set(tensors)]
@@ -83,13 +82,6 @@ def _of_pairs(layers: Layers) -> Iterable[tuple[str, LowRank]]:
         if layer + UP_BIAS in tensors:
             bias_N1 = tensors[layer + UP_BIAS][:, None]
             yield f"{layer}.bias", LowRank(up_NR=bias_N1, down_RK=torch.ones(1, 1), scale=scale)
-
-
-def _of_factors(layers: Layers, parameters: Mapping[str, nn.Parameter]) -> dict[str, LowRank]:
-    factors = {key: tensor for key, tensor in layers.tensors.items() if MARK in key}
-    rows = {name.removesuffix(".weight"): len(x) for name, x in parameters.items() if name.endswith(".weight")}
-    products = low_ranks(factors, rows)
-    return {f"{layer}.weight": replace(x, scale=layers.kronecker_scale(layer)) for layer, x in products.items()}
 
 
 def _of_differences(layers: Layers) -> Iterable[tuple[str, LowRank]]:

@@ -7,30 +7,36 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 from diffusers.utils import convert_unet_state_dict_to_peft
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from engines.parallel.weight_files import is_finite
+from engines.parallel.weight_files import is_finite, metadata_of, tensor_names
 from pipelines.component_weights import sources_of, track, untrack
+from pipelines.models.registry import load_spec
 
 UP, DOWN, UP_BIAS, ALPHA = ".lora_B.weight", ".lora_A.weight", ".lora_B.bias", ".alpha"
 OTHER_SPELLINGS = {".lora_down.weight": DOWN, ".lora_up.weight": UP, ".lora.down.weight": DOWN, ".lora.up.weight": UP}
 ADAPTER_NAME = re.compile(r"(\.lora_(?:A|B|down|up))\.default\.")
 """PEFT's name of the adapter inside a key, if a trainer saved the whole module."""
+EIGHT_BITS = {torch.float8_e4m3fn: torch.bfloat16, torch.float8_e5m2: torch.bfloat16}
+"""Dtypes that have all values of these."""
 NUM_SHOWN = 3
 
 
 def read_adapter(path: Path) -> dict[str, Tensor]:
-    """Return the tensors of a file, without PEFT's name of the adapter in keys.
+    """Return the tensors of a file, in bfloat16 if they are in eight bits.
 
     ValueError, which names the file, if it is no safetensors file or has values that are not finite.
     """
@@ -39,8 +45,15 @@ def read_adapter(path: Path) -> dict[str, Tensor]:
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is no safetensors file, or not the whole of one ({error})") from error
     for key, tensor in tensors.items():
+        if tensor.dtype in EIGHT_BITS:  # torch compares and adds none of these
+            tensors[key] = tensor = tensor.to(EIGHT_BITS[tensor.dtype])
         if not is_finite(tensor):
             raise ValueError(f"{path} has values that are not finite in {key}: the adapter is damaged")
+    return tensors
+
+
+def without_adapter_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` without PEFT's name of the adapter in keys."""
     return {ADAPTER_NAME.sub(r"\1.", key): tensor for key, tensor in tensors.items()}
 
 
@@ -56,7 +69,7 @@ def as_pairs(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tenso
 
 
 def layer_of(key: str) -> str:
-    return re.split(r"\.(?:lora|lokr)_", key)[0].removesuffix(ALPHA)
+    return re.split(r"\.(?:lora|lokr|hada)_", key)[0].removesuffix(ALPHA)
 
 
 def are_layers_of(module: nn.Module, keys: Iterable[str]) -> bool:
@@ -72,9 +85,14 @@ def shown(keys: Iterable[str]) -> str:
     return ", ".join(every[:NUM_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-ERRORS = (AssertionError, AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError)
+ERRORS = (AssertionError, AttributeError, IndexError, KeyError, NameError, RuntimeError, TypeError, ValueError)
 """Errors of diffusers' translations for files of other models."""
-MAKERS_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "")
+PEFT_PREFIX = "base_model.model."
+MAKERS_PREFIXES = ("model.diffusion_model.", "diffusion_model.", "transformer.", "unet.", PEFT_PREFIX, "")
+FLAT_PREFIXES = ("lora_unet__", "lora_unet_", "lora_transformer_", "lycoris_")
+"""Prefixes of keys that write layers with underscores: of VideoX-Fun, kohya's scripts, OneTrainer and LyCORIS."""
+MAX_UNDERSCORES = 11
+"""In a layer's name: each may be a point."""
 REPEATED = {"qkv": "to_q", "out": "to_out_0"}
 """Layers that some trainers write twice, by ends of names: fused, and as in the model."""
 
@@ -99,7 +117,8 @@ def by_loader(path: Path, tensors: Mapping[str, Tensor], pipeline_class: Any, mo
     """
     numbers: set[str] = set()
     try:
-        values = _load(pipeline_class, module, str(path) if _is_whole(path, tensors) else dict(tensors))
+        with _source(path, tensors) as source:
+            values = _load(pipeline_class, module, source)
         tracked = _load(pipeline_class, module, track(tensors, numbers))
     except ERRORS as error:
         raise ValueError(
@@ -115,17 +134,38 @@ def by_loader(path: Path, tensors: Mapping[str, Tensor], pipeline_class: Any, mo
     all_alphas = {**{key: found[key] for key in found if key.endswith(ALPHA)}, **alphas}
     found = {key: tensor for key, tensor in found.items() if key not in all_alphas}
     alphas_of = {key.removesuffix(ALPHA): float(alpha) for key, alpha in all_alphas.items()}
-    if found and not any(".lora_A" in key or ".lokr_" in key for key in found):
+    if found and not any(".lora_A" in key for key in found):
         found, alphas_of = map(convert_unet_state_dict_to_peft, (found, alphas_of))
     by_layer = {layer_of(key): alpha for key, alpha in alphas_of.items()}
     by_layer |= {layer: float(tensors[key]) for key, layer in ignored}
     return Translated(tensors=found, alphas=by_layer, config=config or None)
 
 
-def by_weights(tensors: Mapping[str, Tensor], module: nn.Module) -> Translated | None:
+def by_own_names(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor] | None:
+    """Return pairs and alphas of layers in the names of ``module``, with points or underscores; None for others."""
+    layers = {name.removesuffix(".weight") for name, _ in module.named_parameters() if name.endswith(".weight")}
+    for prefix in MAKERS_PREFIXES:
+        if all(key.startswith(prefix) for key in tensors):
+            pairs = as_pairs(tensors, prefix)
+            if all(layer_of(key) in layers for key in pairs):
+                return pairs
+    flat: dict[str, list[str]] = {}
+    for layer in layers:
+        flat.setdefault(layer.replace(".", "_"), []).append(layer)
+    for prefix in FLAT_PREFIXES:
+        named = {key: key.removeprefix(prefix).partition(".") for key in tensors if key.startswith(prefix)}
+        if len(named) == len(tensors) and all(len(flat.get(one, ())) == 1 for one, *_ in named.values()):
+            return as_pairs({f"{flat[one][0]}.{end}": tensors[key] for key, (one, _, end) in named.items()})
+    return None
+
+
+def by_weights(
+    tensors: Mapping[str, Tensor], module: nn.Module, alpha_of: Callable[[str, int], float] | None = None
+) -> Translated | None:
     """Return pairs in the makers' names under those of ``module``, through diffusers' translation of weights.
 
-    Layers that diffusers splits share their first half. None if not all become layers of ``module``.
+    Layers that diffusers splits share their first half. ``alpha_of`` returns the alpha of a layer by its name and rank,
+    if a configuration has them. None if not all become layers of ``module``.
     """
     prefix = next(prefix for prefix in MAKERS_PREFIXES if all(key.startswith(prefix) for key in tensors))
     pairs = as_pairs(tensors, prefix)
@@ -138,7 +178,9 @@ def by_weights(tensors: Mapping[str, Tensor], module: nn.Module) -> Translated |
     for name, up_NR, source in translate_weights({f"{layer}.weight": pairs[layer + UP] for layer in layers}, module):
         layer, origin = name.removesuffix(".weight"), source.removesuffix(".weight")
         found |= {layer + UP: up_NR, layer + DOWN: pairs[origin + DOWN]}
-        if origin + ALPHA in pairs:
+        if alpha_of is not None:
+            alphas[layer] = alpha_of(origin, len(pairs[origin + DOWN]))
+        elif origin + ALPHA in pairs:
             alphas[layer] = float(pairs[origin + ALPHA])
         layers.pop(origin, None)
     is_all = bool(found) and not layers and are_layers_of(module, found)
@@ -157,10 +199,58 @@ def as_flat_pairs(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
     return flat
 
 
+def with_points(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor] | None:
+    """Return pairs with underscores for points under the makers' names of layers; None if one of them is not known.
+
+    A name is known if diffusers' translation of weights makes one of ``module`` from it.
+    """
+    prefix = next((prefix for prefix in FLAT_PREFIXES if all(key.startswith(prefix) for key in tensors)), None)
+    if prefix is None:
+        return None
+    pairs = as_pairs(tensors, prefix)
+    shapes = {re.sub(r"\d+", "0", key.removesuffix(UP)): key.removesuffix(UP) for key in pairs if key.endswith(UP)}
+    pointed: dict[str, str] = {}
+    for shape, layer in shapes.items():
+        if (name := _pointed(layer, pairs[layer + UP], module)) is None:
+            return None  # at once: a file of a client may have any number of names
+        pointed[shape] = name
+    named: dict[str, Tensor] = {}
+    for key, x in pairs.items():
+        layer, _, end = key.partition(".")
+        if (name := pointed.get(re.sub(r"\d+", "0", layer))) is None:
+            return None
+        marks = re.sub(r"[^._]", "", name)
+        named[f"{_joined(layer.split('_'), marks)}.{end}"] = x
+    return named
+
+
+def _pointed(layer: str, up_NR: Tensor, module: nn.Module) -> str | None:
+    """Return a name with points for underscores of ``layer`` that becomes one of ``module``.
+
+    None without one, or if names become different ones.
+    """
+    parts = layer.split("_")
+    if len(parts) > MAX_UNDERSCORES + 1:
+        return None
+    gaps = product("._", repeat=len(parts) - 1)
+    candidates = {f"{_joined(parts, marks)}.weight": up_NR for marks in gaps}
+    own = {name for name, _ in module.named_parameters()}
+    found: dict[str, set[str]] = {}
+    for name, _, source in translate_weights(candidates, module):
+        if name in own:
+            found.setdefault(source, set()).add(name)
+    return min(found).removesuffix(".weight") if len(set(map(frozenset, found.values()))) == 1 else None
+
+
+def _joined(parts: Iterable[str], marks: Iterable[str]) -> str:
+    return "".join(part + mark for part, mark in zip(parts, (*marks, ""), strict=True))
+
+
 def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tuple[str, Tensor, str]]:
     """Yield weights in the makers' names as (diffusers' name, value, makers' name), if translated one to one."""
     loader = SINGLE_FILE_LOADABLE_CLASSES.get(type(module).__name__)
     if loader is None or not weights:
+        yield from _by_family(weights, load_spec(type(module).__name__).makers_layers)
         return
     try:
         translated = loader["checkpoint_mapping_fn"](config=dict(module.config), checkpoint=track(weights, set()))
@@ -170,6 +260,18 @@ def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tu
         if len(sources_of(value)) == 1:
             (source,) = sources_of(value)
             yield name, untrack(value), source
+
+
+def _by_family(
+    weights: Mapping[str, Tensor], layers: Mapping[str, tuple[str, ...]]
+) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield as ``translate_weights`` does, by the names that a family has for a class that diffusers has none for."""
+    for key, value in weights.items():
+        layer, _, leaf = key.rpartition(".")
+        for pattern, names in layers.items():
+            if (match := re.fullmatch(pattern, layer)) is not None and len(value) % len(names) == 0:
+                for name, rows in zip(names, value.chunk(len(names)), strict=True):
+                    yield f"{match.expand(name)}.{leaf}", rows, key
 
 
 def _load(pipeline_class: Any, module: Any, source: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -195,18 +297,27 @@ def _ignored_alphas(
     return [(key, layer) for key, layer in sorted(scaled) if key in tensors and key not in used]
 
 
-def _is_whole(path: Path, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether the file has exactly these keys: diffusers then also reads its header."""
-    from engines.parallel.weight_files import tensor_names
+@contextmanager
+def _source(path: Path, tensors: Mapping[str, Tensor]) -> Iterator[Any]:
+    """Hold what diffusers reads ``tensors`` of the file at ``path`` from: a file if its header says more than a format.
 
-    return set(tensor_names(path)) == set(tensors)
+    The header may have the scale of all layers.
+    """
+    header = metadata_of(path)
+    if set(tensor_names(path)) == set(tensors):
+        yield str(path)
+    elif set(header) <= {"format"}:
+        yield dict(tensors)
+    else:
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / path.name
+            save_file({key: x.contiguous() for key, x in tensors.items()}, file, metadata=header)
+            yield str(file)
 
 
 def _may_be_dropped(key: str, tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether a key may be dropped: zeros, duplicates, and alphas that Kronecker factors do not use."""
+    """Return whether a key may be dropped: zeros and duplicates."""
     if not torch.count_nonzero(tensors[key]):
-        return True
-    if key.endswith(ALPHA) and {key.removesuffix(ALPHA) + end for end in (".lokr_w1", ".lokr_w2")} <= set(tensors):
         return True
     layers = {layer_of(other) for other in as_pairs(tensors)}
     layer = layer_of(next(iter(as_pairs({key: tensors[key]}))))

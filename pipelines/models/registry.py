@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import cast
 
-from pipelines.directory import DENOISERS, has_own_inputs, part_class, read_index
+from pipelines.directory import DENOISERS, U_NET, has_own_inputs, part_class, read_index
 from pipelines.models.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ def _generic_spec(class_name: str) -> ModelSpec:
     if module_class is None:
         raise ValueError(f"diffusers has no class {class_name}, and no family here knows it")
     from pipelines.models.generic.converted import ConvertedSpec, can_be_divided
-    from pipelines.models.generic.spec import U_NET, GenericSpec, UNetSpec
+    from pipelines.models.generic.spec import GenericSpec, UNetSpec
 
     if can_be_divided(module_class):
         logger.warning("%s has no family here: it is divided by diffusers' own plan, if at all", class_name)

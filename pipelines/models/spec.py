@@ -105,6 +105,11 @@ class ModelSpec(ABC):
     """Whether ``blank_conditioning`` is implemented. If not, a gang warms up with its first request, unchecked."""
     reads_values: bool = False
     """Whether the forward reads values of tensors on the host (``DenoiserModel``)."""
+    makers_layers: Mapping[str, tuple[str, ...]] = {}
+    """Own names of layers by regular expressions of the makers', of adapters whose names diffusers does not translate.
+
+    The rows of a layer that is several here follow each other.
+    """
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
     """Compute inputs that no step changes, once a job (``DenoiserModel``)."""
     hoisted_inputs: tuple[str, ...] = ()

@@ -21,6 +21,7 @@ from pipelines.directory import (
     CLASSIC,
     DENOISERS,
     MODULAR,
+    U_NET,
     open_modular,
     part_class,
     read_config,
@@ -54,8 +55,6 @@ STEPS = "num_inference_steps"
 LONGEST_CLIP = 257
 LATENT_CHANNELS = 4
 """Latent channels of diffusers' auto-encoder for pictures, unless configured."""
-U_NET = "unet"
-"""Pipelines with a U-Net round down the steps that ``strength`` leaves; those with transformers round up."""
 
 
 DISTILLED: Mapping[str, Any] = {"scheduler": "euler_trailing", "true_cfg_scale": 1.0}
@@ -172,7 +171,7 @@ class GenericSpec(ModelSpec):
             takes_mask="mask_image" in inputs,
             takes_strength="strength" in inputs,
             strength=float(_first(inputs.get("strength"), 1.0)),
-            rounds_steps_down=part_class(path, U_NET) is not None,
+            rounds_steps_down=part_class(path, U_NET) is not None,  # pipelines with transformers round up
             max_tokens=int(_first(inputs.get("max_sequence_length"), 0)),
         )
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
+from pipelines.models.hunyuan_video.makers_names import MAKERS_LAYERS
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.spec import CLIP, Config, ModelSpec, fewer_channels, first_latent_frame, lazy, num_patches
 from pipelines.request import MediaRequest
@@ -51,6 +52,7 @@ class HunyuanVideoSpec(ModelSpec):
     schedules = (SIGMAS,)
     fits_pictures = True
     needs_negative = True
+    makers_layers = MAKERS_LAYERS
     decodes_frames_apart = True
     eager_only = "masks keys (text of several lengths)"
     patch_blocks = lazy("pipelines.models.hunyuan_video.patches:patch_blocks")

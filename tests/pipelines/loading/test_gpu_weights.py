@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import weakref
@@ -246,6 +247,7 @@ def outline() -> FluxTransformer2DModel:
         return FluxTransformer2DModel.from_config(FluxTransformer2DModel.load_config(FLUX))
 
 
+PYTORCH = {"format": "pt"}
 ENCODERS: dict[str, Callable[[Path], Path]] = {
     "CLIPTextModel, T5EncoderModel": tiny.flux,
     "UMT5EncoderModel": tiny.wan,
@@ -285,6 +287,21 @@ def test_encoders_are_as_transformers_loads_them(
         if model.can_generate():
             assert model.generation_config.to_dict() == other.generation_config.to_dict()
     assert reader.call_count == len(names)
+
+
+def test_a_file_beside_shards_is_read_like_transformers_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Repositories that were saved twice have both, and diffusers prefers the shards."""
+    folder, name = tiny_models.z_image(tmp_path / "model"), "model.safetensors"
+    tensors = load_file(folder / "text_encoder" / name)
+    save_file({key: x + 1 for key, x in tensors.items()}, folder / "text_encoder" / "shard.safetensors", PYTORCH)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(tensors, "shard.safetensors")}
+    (folder / "text_encoder" / f"{name}.index.json").write_text(json.dumps(index))
+    read = []
+    for fast in ((), ("cpu",)):
+        monkeypatch.setattr(component_weights, "FAST_DEVICES", fast)
+        read.append(OpenedPipeline(folder, CPU, torch.float32).load_part("text_encoder"))
+    assert same_tensors(*read)
+    assert all(torch.equal(x, tensors[key]) for key, x in read[0].state_dict().items() if key in tensors)
 
 
 def same_tensors(model: nn.Module, other: nn.Module) -> bool:

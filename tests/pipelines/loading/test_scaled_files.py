@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from tests.pipelines.loading.test_single_file import as_its_makers_have_it
 from tests.pipelines.support.checkpoints import tiny_models
@@ -143,7 +144,10 @@ def with_second_scale(tensors: Tensors) -> Tensors:
 
 UNKNOWN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "packed": (packed, "is packed as torch.uint8, and only fp8 and int8"),
-    "another format": (partial(with_format, {"format": "nvfp4"}), r"'nvfp4'.*only float8_e4m3fn and float8_e5m2 are"),
+    "another format": (
+        partial(with_format, {"format": "nvfp4"}),
+        r"'nvfp4'.*only float8_e4m3fn, float8_e5m2, int8_tensorwise are",
+    ),
     "blocks": (in_blocks, r"with a scale of \(2, 2\); a scale is one number, or one for each row"),
     "a second scale": (with_second_scale, r"no place for .*weight_scale_2|Unexpected key.*weight_scale_2"),
 }
@@ -166,13 +170,108 @@ def test_a_format_that_is_read_may_be_named(base: Path, tmp_path: Path) -> None:
         assert all(torch.equal(read[name], x) for name, x in expected.items())
 
 
-def test_rows_of_a_scale_follow_the_rows_of_a_weight(base: Path, tmp_path: Path) -> None:
+def rotation(group: int) -> Tensor:
+    """ConvRot's matrix entry by entry: a sign for each digit of row and column to the base 4."""
+    signs = [
+        [
+            (-1.0) ** sum(row // 4**digit % 4 + column // 4**digit % 4 == 3 for digit in range(4))
+            for column in range(group)
+        ]
+        for row in range(group)
+    ]
+    return torch.div(torch.tensor(signs), group**0.5)
+
+
+GROUP = 16
+ROTATED = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": GROUP}
+
+
+def in_integers(tensors: Tensors) -> Tensors:
+    """Matrices in integers with a scale for each row, after their columns were rotated in groups."""
+    written = dict(tensors)
+    for name, x in tensors.items():
+        if name.endswith(".weight") and x.ndim == 2 and x.shape[1] % GROUP == 0:
+            rotated = (x.float().reshape(len(x), -1, GROUP) @ rotation(GROUP)).reshape(x.shape)
+            scale = rotated.abs().amax(1, keepdim=True) / 127
+            written |= {name: (rotated / scale).round().to(torch.int8), f"{name}_scale": scale}
+    return written
+
+
+def layers_of(tensors: Tensors) -> list[str]:
+    return [name.removesuffix(".weight_scale") for name in tensors if name.endswith(".weight_scale")]
+
+
+def told_by_tensors(tensors: Tensors, file: Path) -> None:
+    written = torch.tensor(list(json.dumps(ROTATED).encode()), dtype=torch.uint8)
+    told = {f"{layer}.comfy_quant": written.clone() for layer in layers_of(tensors)}
+    save_file(tensors | told, file, metadata={"format": "pt"})
+
+
+def told_by_header(tensors: Tensors, file: Path, **more: Any) -> None:
+    header = {"layers": {layer: {**ROTATED, **more} for layer in layers_of(tensors)}}
+    save_file(tensors, file, metadata={"format": "pt", "_quantization_metadata": json.dumps(header)})
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "encoder"])
+@pytest.mark.parametrize("write", [told_by_tensors, told_by_header])
+def test_rotated_columns_are_rotated_back(base: Path, tmp_path: Path, write: Any, layout: str) -> None:
+    """ComfyUI's int8 files: without the rotation, weights of the right shapes are noise."""
+    part = "text_encoder" if layout == "encoder" else "transformer"
+    folder = shutil.copytree(base, tmp_path / "rotated")
+    (file,) = (folder / part).glob("*.safetensors")
+    tensors = load_file(file)
+    write(in_integers(tensors), file)
+    read = encoder(folder) if layout == "encoder" else LAYOUTS[layout](folder)
+    layers = [f"{layer}.weight" for layer in layers_of(in_integers(tensors))]
+    assert len(layers) > 6
+    for name in layers:
+        assert relative_difference(read[name], tensors[name]) < 0.02
+        assert relative_difference(in_integers(tensors)[name], tensors[name]) > 0.5, (
+            "they are other numbers in the file"
+        )
+
+
+def test_a_header_names_layers_without_the_prefix_of_whole_pipelines(base: Path, tmp_path: Path) -> None:
+    weights = load_file(base / WEIGHTS)
+    makers = in_integers(as_its_makers_have_it(weights))
+    layers = {layer.removeprefix("model.diffusion_model."): ROTATED for layer in layers_of(makers)}
+    header = {"_quantization_metadata": json.dumps({"layers": layers})}
+    save_file(makers, tmp_path / "one.safetensors", metadata=header)
+    (module,) = Checkpoint.open(f"{tmp_path / 'one.safetensors'}@{base}").denoiser().modules.values()
+    name = "layers.0.attention.to_k.weight"
+    assert relative_difference(module.state_dict()[name], weights[name]) < 0.02
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"format": "asym_w4a8_int8"}, r"_quantization_metadata of .*'asym_w4a8_int8'.*int8_tensorwise are read"),
+        ({"convrot_groupsize": 8}, "convrot_groupsize must be a power of 4"),
+        ({"convrot_groupsize": 256}, "its columns cannot be rotated in groups of 256"),
+    ],
+)
+def test_formats_in_a_header_are_checked(
+    base: Path, tmp_path: Path, more: dict[str, Any], message: str, layout: str
+) -> None:
+    folder = shutil.copytree(base, tmp_path / "rotated")
+    told_by_header(in_integers(load_file(folder / WEIGHTS)), folder / WEIGHTS, **more)
+    with pytest.raises(ValueError, match=message):
+        LAYOUTS[layout](folder)
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+def test_rows_of_a_scale_follow_the_rows_of_a_weight(base: Path, tmp_path: Path, is_rotated: bool) -> None:
     """A rank that reads some rows, or some columns, gets what the whole weight has there."""
     from engines.parallel.weight_files import Slice, WeightFiles
 
     folder = changed(base, "transformer", tmp_path / "scaled", lambda x: scaled(x, ".weight_scale", by_row=True))
     name = "layers.0.attention.to_q.weight"
-    weight = by_hand(scaled(load_file(base / WEIGHTS), ".weight_scale", by_row=True), ".weight_scale")[name]
+    if is_rotated:
+        told_by_header(in_integers(load_file(base / WEIGHTS)), folder / WEIGHTS)
+        weight = whole(folder)[name]
+    else:
+        weight = by_hand(scaled(load_file(base / WEIGHTS), ".weight_scale", by_row=True), ".weight_scale")[name]
     source = WeightFiles(folders={"transformer": folder / "transformer"}, device=torch.device("cpu"))
     ranges = ((1, 3), (5, 9))
     for dim in (0, 1):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import logging
+import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,8 +17,8 @@ from torch import Tensor
 
 from deployments.model_config import ModelConfig
 from pipelines.checkpoint import Checkpoint
-from pipelines.single_file import load_single_file, split_source
-from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_video
+from pipelines.single_file import PART_PREFIXES, load_single_file, split_source
+from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_unknown, tiny_video
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 MAKERS_NAMES = {
@@ -69,6 +73,18 @@ def test_the_transformer_is_that_of_the_file(
     for name, weight in tuned.items():
         torch.testing.assert_close(read[name], weight)
     assert not torch.equal(weights_of(str(base))["cap_pad_token"], tuned["cap_pad_token"])
+
+
+@pytest.mark.parametrize(
+    "make", [tiny_models.qwen_image, tiny_models.flux2_klein, tiny.wan], ids=["qwen", "klein", "wan"]
+)
+def test_files_with_all_parts_of_any_model(folders: Callable[[Any], Path], tmp_path: Path, make: Any) -> None:
+    """ComfyUI saves every model so; not every translation of diffusers knows the prefix."""
+    base, file = folders(make), tmp_path / "all.safetensors"
+    tuned = {name: weight + 0.125 for name, weight in load_file(base / WEIGHTS).items()}
+    save_file({f"model.diffusion_model.{name}": x for name, x in tuned.items()} | {"vae.x": torch.ones(1)}, file)
+    read = weights_of(f"{file}@{base}")
+    assert all(torch.equal(read[name], weight) for name, weight in tuned.items())
 
 
 def test_a_gang_that_quantises_reads_the_same_values(base: Path, tuned: dict[str, Tensor], tmp_path: Path) -> None:
@@ -146,5 +162,142 @@ def test_a_key_that_nothing_reads_is_named(base: Path, tuned: dict[str, Tensor],
     file, tensors = tmp_path / "more.safetensors", written(tuned)
     key = next(name for name in tensors if name.endswith("feed_forward.w1.weight")).replace("w1", "w4")
     save_file(tensors | {key: torch.ones(1)}, file)
-    with pytest.raises(ValueError, match=rf"has no place for {key}"):
+    with pytest.raises(ValueError, match=rf"has no place for {key.removeprefix('model.diffusion_model.')}"):
         Checkpoint.open(f"{file}@{base}").denoiser()
+
+
+VAE_NAMES = {
+    r"(en|de)coder\.mid_block\.resnets\.0": r"\1coder.mid.block_1",
+    r"(en|de)coder\.mid_block\.resnets\.1": r"\1coder.mid.block_2",
+    r"(en|de)coder\.mid_block\.attentions\.0": r"\1coder.mid.attn_1",
+    r"encoder\.down_blocks\.(\d)\.resnets\.(\d)": r"encoder.down.\1.block.\2",
+    r"encoder\.down_blocks\.(\d)\.downsamplers\.0": r"encoder.down.\1.downsample",
+    r"attn_1\.group_norm": "attn_1.norm",
+    r"attn_1\.to_out\.0": "attn_1.proj_out",
+    r"attn_1\.to_(q|k|v)": r"attn_1.\1",
+    "conv_shortcut": "nin_shortcut",
+    "conv_norm_out": "norm_out",
+}
+CLIP_NAMES = {
+    r"^(text_model\.)?embeddings\.token_embedding\.weight": "token_embedding.weight",
+    r"^(text_model\.)?embeddings\.position_embedding\.weight": "positional_embedding",
+    r"^(text_model\.)?final_layer_norm": "ln_final",
+    r"^(text_model\.)?encoder\.layers\.(\d)": r"transformer.resblocks.\2",
+    r"layer_norm(\d)": r"ln_\1",
+    r"mlp\.fc1": "mlp.c_fc",
+    r"mlp\.fc2": "mlp.c_proj",
+    r"self_attn\.out_proj": "attn.out_proj",
+    r"text_projection\.weight": "text_projection",
+}
+NUM_UP = 3
+"""Stages of the decoder of the tiny auto-encoder, which its makers count from the other end."""
+
+
+def renamed(name: str, names: Mapping[str, str]) -> str:
+    for own, theirs in names.items():
+        name = re.sub(own, theirs, name)
+    return name
+
+
+def as_stability_has_it(vae: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def place(found: re.Match[str]) -> str:
+        kind = {"resnets": f"block.{found[3]}", "upsamplers": "upsample"}[found[2]]
+        return f"decoder.up.{NUM_UP - 1 - int(found[1])}.{kind}"
+
+    written: dict[str, Tensor] = {}
+    for name, x in vae.items():
+        name = re.sub(r"decoder\.up_blocks\.(\d)\.(resnets|upsamplers)\.(\d)", place, renamed(name, VAE_NAMES))
+        is_linear = "attn_1" in name and name.endswith(".weight") and x.ndim == 2
+        written[f"first_stage_model.{name}"] = x[:, :, None, None] if is_linear else x
+    return written
+
+
+def as_open_clip_has_it(encoder: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Queries, keys and values as one, and the projection transposed."""
+    written: dict[str, Tensor] = {}
+    for name, x in encoder.items():
+        theirs = renamed(name, CLIP_NAMES)
+        if ".self_attn.q_proj." in name:
+            three = torch.cat([encoder[name.replace("q_proj", f"{one}_proj")] for one in "qkv"])
+            theirs = theirs.replace("self_attn.q_proj.", "attn.in_proj_")
+            written[f"conditioner.embedders.1.model.{theirs}"] = three
+        elif "k_proj" not in name and "v_proj" not in name:
+            written[f"conditioner.embedders.1.model.{theirs}"] = x.T.contiguous() if theirs == "text_projection" else x
+    return written
+
+
+def all_parts(base: Path, change: float) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
+    """A file of Stable Diffusion XL with all parts, none of which is the base's, and the parts by name."""
+    parts: dict[str, dict[str, Tensor]] = {}
+    for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
+        (file,) = (base / name).glob("*.safetensors")
+        parts[name] = {key: x + change for key, x in load_file(file).items() if x.is_floating_point()}
+    prefix = "conditioner.embedders.0.transformer.text_model."
+    first = {prefix + key.removeprefix("text_model."): x for key, x in parts["text_encoder"].items()}
+    first["conditioner.embedders.0.transformer.text_model.embeddings.position_ids"] = torch.arange(4)[None]
+    second = as_open_clip_has_it(parts["text_encoder_2"]) | {
+        "conditioner.embedders.1.model.logit_scale": torch.ones(())
+    }
+    return parts["unet"] | as_stability_has_it(parts["vae"]) | first | second, parts
+
+
+def test_all_parts_of_a_file_with_a_u_net_are_read(folders: Callable[[Any], Path], tmp_path: Path) -> None:
+    """Tuned files of Stable Diffusion XL have tuned text encoders too, whose prompts the base's do not understand."""
+    base, file = folders(tiny_unknown.sdxl), tmp_path / "all.safetensors"
+    written, parts = all_parts(base, 0.125)
+    save_file(written, file)
+    checkpoint = Checkpoint.open(f"{file}@{base}", "cpu", torch.float32)
+    encoders, decoder = checkpoint.text_encoder()._pipeline, checkpoint.decoder()._pipeline
+    (unet,) = checkpoint.denoiser().modules.values()
+    models = {"unet": unet, "vae": decoder.vae}
+    models |= {name: getattr(encoders, name) for name in ("text_encoder", "text_encoder_2")}
+    for name, model in models.items():
+        read = model.state_dict()
+        assert {key for key, x in read.items() if x.is_floating_point()} == parts[name].keys()
+        for key, x in parts[name].items():
+            assert torch.equal(read[key], x), (name, key)
+
+
+@pytest.mark.parametrize("part", ["vae", "text_encoder", "text_encoder_2"])
+@pytest.mark.parametrize("fault", ["missing", "unread"])
+def test_parts_that_are_not_whole_are_refused(
+    folders: Callable[[Any], Path], tmp_path: Path, part: str, fault: str
+) -> None:
+    base, file = folders(tiny_unknown.sdxl), tmp_path / "all.safetensors"
+    written, _ = all_parts(base, 0.125)
+    key = next(key for key in sorted(written) if key.startswith(PART_PREFIXES[part]) and key.endswith(".bias"))
+    if fault == "missing":
+        del written[key]
+    else:
+        written[key.replace(".bias", ".more")] = torch.ones(3)
+    save_file(written, file)
+    checkpoint = Checkpoint.open(f"{file}@{base}", "cpu", torch.float32)
+    with pytest.raises(ValueError, match=rf"has no {part} like the \w+ that .*(it lacks|has no place for)"):
+        checkpoint.decoder()._pipeline if part == "vae" else checkpoint.text_encoder()._pipeline
+
+
+@pytest.mark.parametrize(
+    ("key", "settings"), [("v_pred", {"prediction_type": "v_prediction"}), ("ztsnr", {"rescale_betas_zero_snr": True})]
+)
+def test_a_u_net_for_another_scheduler_is_refused(
+    folders: Callable[[Any], Path], tmp_path: Path, key: str, settings: dict[str, Any]
+) -> None:
+    """ComfyUI takes empty keys of these names for that training; with another scheduler the picture is noise."""
+    base, file = folders(tiny_unknown.sdxl), tmp_path / "tuned.safetensors"
+    save_file(load_file(base / "unet" / "diffusion_pytorch_model.safetensors") | {key: torch.zeros(0)}, file)
+    with pytest.raises(ValueError, match=rf"was trained with \{{'{next(iter(settings))}'"):
+        Checkpoint.open(f"{file}@{base}", "cpu", torch.float32).denoiser()
+    fitting = shutil.copytree(base, tmp_path / "base")
+    config = fitting / "scheduler" / "scheduler_config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | settings))
+    assert Checkpoint.open(f"{file}@{fitting}", "cpu", torch.float32).denoiser().modules
+
+
+def test_parts_that_come_from_the_base_are_told(
+    base: Path, tuned: dict[str, Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "whole.safetensors"
+    save_file(as_its_makers_have_it(tuned) | {"vae.conv.weight": torch.ones(1), "text_encoders.x": torch.ones(1)}, file)
+    with caplog.at_level(logging.WARNING):
+        weights_of(f"{file}@{base}")
+    assert f"{file} also has text_encoders, vae, which are not read: these parts are those of {base}" in caplog.text

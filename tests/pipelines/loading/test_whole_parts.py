@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from pipelines import gpu_weights
 from pipelines.checkpoint import Checkpoint
@@ -188,3 +190,42 @@ def test_a_rank_that_reads_its_share_reads_tables_too(tmp_path: Path) -> None:
     assert torch.equal(module.state_dict()[name], whole.state_dict()[name])
     (plain,) = Checkpoint(folder).denoiser().modules.values()
     assert not torch.equal(module.state_dict()[name], plain.state_dict()[name])
+
+
+def in_half_precision(file: Path, stem: str, change: float) -> Tensors:
+    """Write a variant of ``file`` beside it, and return its values."""
+    halves = {key: (x + change).half() for key, x in load_file(file).items()}
+    save_file(halves, file.with_name(f"{stem}.fp16.safetensors"), {"format": "pt"})
+    return halves
+
+
+def in_shards(file: Path, stem: str, change: float) -> Tensors:
+    halves = {key: (x + change).half() for key, x in load_file(file).items()}
+    names = {key: f"{stem}.fp16-0000{1 + number % 2}-of-00002.safetensors" for number, key in enumerate(halves)}
+    for name in set(names.values()):
+        held = {key: x for key, x in halves.items() if names[key] == name}
+        save_file(held, file.with_name(name), {"format": "pt"})
+    index = {"metadata": {}, "weight_map": names}
+    file.with_name(f"{stem}.safetensors.index.fp16.json").write_text(json.dumps(index))
+    return halves
+
+
+@pytest.mark.parametrize("write", [in_half_precision, in_shards])
+@pytest.mark.parametrize("part", LOAD)
+def test_a_variant_is_read_if_there_is_nothing_else(base: Path, tmp_path: Path, part: str, write: Any) -> None:
+    """As ``hf download --include '*fp16*'`` leaves a repository; with all files, those without a variant are read."""
+    folder = shutil.copytree(base, tmp_path / "model")
+    (file,) = (folder / part).glob("*.safetensors")
+    whole, halves = load_file(file), write(file, file.stem, 0.5)
+    for expected in (whole, halves):
+        checkpoint = Checkpoint(folder, "cpu", torch.float32)
+        if part == "transformer":
+            (model,) = checkpoint.denoiser().modules.values()
+        else:
+            model = getattr(LOAD[part](checkpoint)._pipeline, part)
+        read = model.state_dict()
+        assert all(torch.equal(read[key], x.float()) for key, x in expected.items())
+        file.unlink(missing_ok=True)
+    shutil.copy(next((folder / part).glob("*fp16*.safetensors")), folder / part / f"{file.stem}.bf16.safetensors")
+    with pytest.raises(ValueError, match="has weights of the variants bf16, fp16: keep one of them"):
+        load(part, folder)

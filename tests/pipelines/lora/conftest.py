@@ -9,11 +9,14 @@ import pytest
 
 from tests.pipelines.lora.support.jobs import MODELS, Served
 from tests.pipelines.lora.support.tiny_lora import write_lora
-from tests.pipelines.support.checkpoints import tiny, tiny_models
+from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_minimax, tiny_models, tiny_others
 
 SMALL: dict[str, Callable[[Path], Path]] = {
     "flux": tiny.flux,
+    "hunyuan": tiny_hunyuan.hunyuan_video,
     "klein": tiny_models.flux2_klein,
+    "krea": tiny_others.krea2,
+    "minimax": tiny_minimax.minimax_h3,
     "qwen": tiny_models.qwen_image,
     "wan": tiny.wan,
     "z": tiny_models.z_image,

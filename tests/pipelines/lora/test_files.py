@@ -135,7 +135,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "nothing": (lambda x: {"transformer.lora_A": torch.zeros(1)}, "lora_A"),
     "weights of a model": (lambda x: {"proj_out.weight": torch.zeros(1)}, "for which no part of the model has a place"),
     "DoRA": (lambda x: x | {"transformer.proj_out.dora_scale": torch.zeros(1)}, "is a DoRA adapter"),
-    "LoKr": (lambda x: {"transformer.proj_out.lokr_w1": torch.zeros(1)}, "which make no LoKr of two matrices"),
+    "LoKr": (lambda x: {"transformer.proj_out.lokr_w1": torch.zeros(1)}, "which make no LoKr or LoHa of two matrices"),
 }
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from diffusers.loaders.lora_conversion_utils import swap_scale_shift
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
@@ -198,3 +202,185 @@ def test_flux_in_comfyuis_names(small: Callable[[str], Path], tmp_path: Path) ->
     }
     expected["transformer_blocks.0.attn.to_out.0.weight"] = product(tensors, f"{place}.proj", 3.0 / RANK)
     check(added(small("flux"), written(tensors, tmp_path)), expected)
+
+
+LOKR = {
+    "w1 w2": "of whole matrices, whose alpha LyCORIS does not use",
+    "w1 w2_a w2_b": "the usual one",
+    "w1_a w1_b w2": "the first of low rank",
+    "w1_a w1_b w2_a w2_b": "both of low rank",
+}
+
+
+def kronecker(key: str, rows: int, columns: int, kind: str, alpha: float) -> tuple[Tensors, Tensor]:
+    """Factors, and what LyCORIS (``lycoris/modules/lokr.py``) makes of them: kron(w1, w2) * alpha / rank."""
+    shapes = {"w1": (4, 2), "w2": (rows // 4, columns // 2)}
+    parts, factors = Tensors(), Tensors()
+    for name, (height, width) in shapes.items():
+        if name in kind.split():
+            parts[name] = factors[name] = 0.3 * torch.randn(height, width)
+        else:
+            parts |= {f"{name}_a": torch.randn(height, RANK), f"{name}_b": 0.3 * torch.randn(RANK, width)}
+            factors[name] = parts[f"{name}_a"] @ parts[f"{name}_b"]
+    tensors = {f"{key}.lokr_{name}": x for name, x in parts.items()} | {f"{key}.alpha": torch.tensor(alpha)}
+    scale = alpha / RANK if "_a" in kind else 1.0
+    return tensors, scale * torch.kron(factors["w1"], factors["w2"])
+
+
+OWN_OR_MAKERS = [
+    ("wan", "transformer.blocks.0.attn1.to_k", "blocks.0.attn1.to_k"),
+    ("wan", "diffusion_model.blocks.0.self_attn.k", "blocks.0.attn1.to_k"),
+    ("wan", "lora_unet_blocks_1_ffn_2", "blocks.1.ffn.net.2"),
+    ("qwen", "lycoris_transformer_blocks_0_attn_to_k", "transformer_blocks.0.attn.to_k"),
+    ("qwen", "diffusion_model.transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_k"),
+    ("flux", "transformer.transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_k"),
+    ("flux", "lora_unet_double_blocks_0_img_attn_proj", "transformer_blocks.0.attn.to_out.0"),
+    ("krea", "blocks.0.attn.wk", "transformer_blocks.0.attn.to_k"),
+]
+"""A model, a layer's key in a file, and the layer."""
+
+
+@pytest.mark.parametrize("kind", LOKR)
+@pytest.mark.parametrize(("model", "key", "name"), OWN_OR_MAKERS)
+def test_kronecker_products_have_their_scale(
+    small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str, kind: str
+) -> None:
+    """Where diffusers' loader knows of no LoKr, too."""
+    rows, columns = plain(small(model))[f"{name}.weight"].shape
+    tensors, expected = kronecker(key, rows, columns, kind, alpha=3.0)
+    check(added(small(model), written(tensors, tmp_path)), {f"{name}.weight": expected})
+
+
+@pytest.mark.parametrize(("model", "key", "name"), OWN_OR_MAKERS)
+def test_hadamard_products(small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str) -> None:
+    """LoHa: (w1_a @ w1_b) * (w2_a @ w2_b) * alpha / rank, in LyCORIS and musubi-tuner."""
+    rows, columns = plain(small(model))[f"{name}.weight"].shape
+    halves = {f"w{number}_a": torch.randn(rows, RANK) for number in (1, 2)}
+    halves |= {f"w{number}_b": torch.randn(RANK, columns) for number in (1, 2)}
+    tensors = {f"{key}.hada_{half}": x for half, x in halves.items()} | {f"{key}.alpha": torch.tensor(3.0)}
+    expected = (halves["w1_a"] @ halves["w1_b"]) * (halves["w2_a"] @ halves["w2_b"]) * 3.0 / RANK
+    check(added(small(model), written(tensors, tmp_path)), {f"{name}.weight": expected})
+
+
+@pytest.mark.parametrize("kind", ["A", "down", "w1 w2_a w2_b"])
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "base_model.model.", ""])
+def test_halves_of_a_modulation_change_places(
+    small: Callable[[str], Path], tmp_path: Path, prefix: str, kind: str
+) -> None:
+    """FLUX.2's makers write shift before scale, which the loader of diffusers leaves so."""
+    base, key = plain(small("klein")), f"{prefix}final_layer.adaLN_modulation.1"
+    rows, columns = base["norm_out.linear.weight"].shape
+    if kind in SPELLINGS:
+        tensors = pair(key, rows, columns, spelling=kind)
+        expected = product(tensors, key)
+    else:
+        tensors, expected = kronecker(key, rows, columns, kind, alpha=3.0)
+    other = "double_blocks.0.img_attn.proj"
+    tensors |= pair(prefix + other, *base["transformer_blocks.0.attn.to_out.0.weight"].shape, spelling="A")
+    check(
+        added(small("klein"), written(tensors, tmp_path)),
+        {
+            "norm_out.linear.weight": swap_scale_shift(expected),
+            "transformer_blocks.0.attn.to_out.0.weight": product(tensors, prefix + other),
+        },
+    )
+
+
+@pytest.mark.parametrize("prefix", ["diffusion_model.", "transformer.", ""])
+def test_own_names_are_not_translated(small: Callable[[str], Path], tmp_path: Path, prefix: str) -> None:
+    """MiniMax-H3's makers have the halves of this layer in the other order, under another name."""
+    name, other = (f"transformer_blocks.{number}.ff.net.0.proj" for number in (0, 1))
+    shape = plain(small("minimax"))[f"{name}.weight"].shape
+    tensors = pair(prefix + name, *shape, spelling="A")
+    expected = {f"{name}.weight": product(tensors, prefix + name), f"{other}.weight": torch.randn(shape)}
+    tensors[f"{prefix}{other}.diff"] = expected[f"{other}.weight"]
+    check(added(small("minimax"), written(tensors, tmp_path)), expected)
+
+
+@pytest.mark.parametrize(
+    ("model", "key", "name"),
+    [
+        ("wan", "lora_unet_blocks_1_self_attn_q", "blocks.1.attn1.to_q"),
+        ("wan", "lora_unet__blocks_0_cross_attn_k", "blocks.0.attn2.to_k"),
+        ("wan", "lora_unet_time_embedding_0", "condition_embedder.time_embedder.linear_1"),
+        ("krea", "lora_unet_txtfusion_refiner_blocks_0_mlp_down", "text_fusion.refiner_blocks.0.ff.down"),
+        ("qwen", "lora_transformer_transformer_blocks_0_img_mlp_net_2", "transformer_blocks.0.img_mlp.net.2"),
+        ("flux", "lycoris_single_transformer_blocks_0_proj_mlp", "single_transformer_blocks.0.proj_mlp"),
+    ],
+    ids=["musubi-tuner", "VideoX-Fun", "an embedder", "Krea 2", "OneTrainer", "SimpleTuner"],
+)
+def test_names_with_underscores(small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str) -> None:
+    """Some layers alone, where diffusers' loader takes all or none."""
+    tensors = pair(key, *plain(small(model))[f"{name}.weight"].shape, alpha=3.0)
+    check(added(small(model), written(tensors, tmp_path)), {f"{name}.weight": product(tensors, key, 3.0 / RANK)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_pairs_in_eight_bits(small: Callable[[str], Path], tmp_path: Path, dtype: torch.dtype) -> None:
+    name = "layers.0.attention.to_q"
+    halves = pair(f"diffusion_model.{name}", *plain(small("z"))[f"{name}.weight"].shape, spelling="A")
+    tensors = {key: x.to(dtype) for key, x in halves.items()}
+    expected = product({key: x.float() for key, x in tensors.items()}, f"diffusion_model.{name}")
+    check(added(small("z"), written(tensors, tmp_path)), {f"{name}.weight": expected})
+
+
+@pytest.mark.parametrize(("rslora", "scale"), [(False, 3.0 / RANK), (True, 3.0 / RANK**0.5)])
+@pytest.mark.parametrize(
+    ("model", "key", "name"),
+    [
+        ("klein", "double_blocks.0.img_attn.proj", "transformer_blocks.0.attn.to_out.0"),
+        ("wan", "blocks.0.self_attn.o", "blocks.0.attn1.to_out.0"),
+        ("flux", "final_layer.linear", "proj_out"),
+        ("flux", "double_blocks.0.img_attn.proj", "transformer_blocks.0.attn.to_out.0"),
+    ],
+)
+def test_pefts_configuration_is_for_the_makers_names_too(
+    small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str, rslora: bool, scale: float
+) -> None:
+    key = f"base_model.model.{key}"
+    tensors = pair(key, *plain(small(model))[f"{name}.weight"].shape, spelling="A")
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": RANK, "lora_alpha": 3, "use_rslora": rslora}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    check(added(small(model), tmp_path), {f"{name}.weight": product(tensors, key, scale)})
+
+
+HUNYUAN = {
+    "lora_unet_double_blocks_1_img_attn_k": ("transformer_blocks.1.attn.to_k",),
+    "lora_unet_double_blocks_0_txt_mlp_fc2": ("transformer_blocks.0.ff_context.net.2",),
+    "lora_unet_double_blocks_0_img_mod_linear": ("transformer_blocks.0.norm1.linear",),
+    "diffusion_model.double_blocks.1.img_attn.qkv": tuple(f"transformer_blocks.1.attn.to_{one}" for one in "qkv"),
+    "diffusion_model.double_blocks.0.txt_attn.qkv": tuple(f"transformer_blocks.0.attn.add_{x}_proj" for x in "qkv"),
+    "diffusion_model.double_blocks.0.img_mlp.0": ("transformer_blocks.0.ff.net.0.proj",),
+    "lora_unet_double_blocks_0_img_attn_qkv": tuple(f"transformer_blocks.0.attn.to_{one}" for one in "qkv"),
+    "diffusion_model.double_blocks.0.txt_mod.lin": ("transformer_blocks.0.norm1_context.linear",),
+}
+"""Names of musubi-tuner, and of ComfyUI by its ``convert_hunyuan_video_1_5_lora_to_comfy``, with the layers."""
+
+
+@pytest.mark.parametrize("key", HUNYUAN)
+def test_hunyuan_video_in_the_names_of_its_trainers(small: Callable[[str], Path], tmp_path: Path, key: str) -> None:
+    base, names = plain(small("hunyuan")), [f"{name}.weight" for name in HUNYUAN[key]]
+    rows = [len(base[name]) for name in names]
+    tensors = pair(key, sum(rows), base[names[0]].shape[1], alpha=3.0)
+    expected = torch.split(product(tensors, key, 3.0 / RANK), rows)
+    check(added(small("hunyuan"), written(tensors, tmp_path)), dict(zip(names, expected, strict=True)))
+
+
+@pytest.mark.parametrize("part", ["", "transformer."])
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+def test_the_configuration_in_a_header_counts_with_and_without_the_parts_name(
+    small: Callable[[str], Path], tmp_path: Path, prefix: str, part: str
+) -> None:
+    """Diffusers writes both or neither; tools rename the keys of tensors alone, to the makers' names too."""
+    name = "proj_out"
+    tensors = pair(prefix + name, *plain(small("flux"))[f"{name}.weight"].shape, spelling="A")
+    config = {f"{part}r": RANK, f"{part}lora_alpha": 3}
+    file = tmp_path / "adapter.safetensors"
+    save_file(tensors, file, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
+    check(added(small("flux"), file), {f"{name}.weight": product(tensors, prefix + name, 3.0 / RANK)})
+    key = "diffusion_model.final_layer.adaLN_modulation.1"
+    tensors = pair(key, *plain(small("klein"))["norm_out.linear.weight"].shape, spelling="A")
+    save_file(tensors, file, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
+    expected = swap_scale_shift(product(tensors, key, 3.0 / RANK))
+    check(added(small("klein"), file), {"norm_out.linear.weight": expected})

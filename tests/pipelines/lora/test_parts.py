@@ -149,8 +149,8 @@ def test_a_pipeline_without_a_loader(cosmos: Path, tmp_path: Path, write: Callab
 
 
 def test_what_nobody_can_translate_is_told(cosmos: Path, tmp_path: Path) -> None:
-    path = kohya(tmp_path / "any-name.safetensors", {"lora_unet_layers_0_self_attn_to_q": (64, 32)})
-    with pytest.raises(ValueError, match=r"no loader of adapters for Cosmos3OmniModularPipeline .*lora_unet_layers_0"):
+    path = kohya(tmp_path / "any-name.safetensors", {"lora_unet_blocks_0_self_attn_to_q": (64, 32)})
+    with pytest.raises(ValueError, match=r"no loader of adapters for Cosmos3OmniModularPipeline .*lora_unet_blocks_0"):
         painted(cosmos, LoraSource(path=str(path)))
 
 

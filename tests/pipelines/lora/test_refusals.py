@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
+from safetensors.torch import save_file
 
 from pipelines.checkpoint import Checkpoint
-from pipelines.lora.differences import low_ranks
+from pipelines.lora.differences import as_products
 from pipelines.lora.source import LoraSource
 from tests.pipelines.lora.support.keys import Tensors, added, check, pair, plain, written
 
@@ -29,7 +32,23 @@ LOST: dict[str, tuple[str, Callable[[str], Tensors], str]] = {
         lambda _: pair("lora_unet_single_blocks_1_linear1", 576, 64),
         r"is for another model, or in a layout that is not known: diffusers cannot read it as an adapter for Flux",
     ),
-    "LoHa": ("flux", lambda _: {"transformer.proj_out.hada_w1_a": torch.ones(1)}, "is a LoHa adapter"),
+    "half of LoHa": (
+        "flux",
+        lambda _: {"transformer.proj_out.hada_w1_a": torch.ones(1, 1)},
+        "transformer.proj_out has hada_w1_a, which make no LoKr or LoHa of two matrices",
+    ),
+    "Tucker's core of LoKr": (
+        "flux",
+        lambda _: {f"transformer.proj_out.lokr_{name}": torch.ones(1, 1) for name in ("w1", "w2_a", "w2_b", "t2")},
+        "lokr_t2, .*which make no LoKr or LoHa of two matrices",
+    ),
+    "ai-toolkit's DoRA": (
+        "flux",
+        lambda _: (
+            pair("transformer.proj_out", 16, 64, spelling="A") | {"transformer.proj_out.magnitude": torch.ones(16)}
+        ),
+        "is a DoRA adapter",
+    ),
 }
 
 
@@ -82,5 +101,31 @@ def test_a_norm_cannot_change_from_job_to_job_in_a_hand_ordered_step(
 def test_small_factors_of_a_huge_product_are_refused(factors: dict[str, tuple[int, int]]) -> None:
     """Before it is computed: an adapter of a client could take all memory of a rank."""
     tensors = {f"layer.lokr_{name}": torch.zeros(shape) for name, shape in factors.items()}
-    with pytest.raises(ValueError, match="layer has LoKr factors whose product is larger than the weights"):
-        low_ranks(tensors, {"layer": 64})
+    with pytest.raises(ValueError, match="layer has factors whose product is larger than the weights"):
+        as_products(tensors, None)
+
+
+@pytest.mark.parametrize("start", ["pissa", "pissa_niter_16", "olora", "CorDA"])
+@pytest.mark.parametrize("is_beside", [True, False], ids=["beside", "header"])
+def test_adapters_for_changed_weights_are_refused(
+    small: Callable[[str], Path], tmp_path: Path, start: str, is_beside: bool
+) -> None:
+    """PEFT takes the first product of these from the model's weights, so they are no additions to them."""
+    prefix = "base_model.model." if is_beside else "transformer."
+    tensors = pair(f"{prefix}proj_out", *plain(small("flux"))["proj_out.weight"].shape, spelling="A")
+    config = {"r": 2, "lora_alpha": 2, "init_lora_weights": start}
+    header = {LORA_ADAPTER_METADATA_KEY: json.dumps({f"transformer.{key}": value for key, value in config.items()})}
+    if is_beside:
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    save_file(tensors, tmp_path / "adapter.safetensors", metadata=None if is_beside else header)
+    with pytest.raises(ValueError, match=f"is an adapter for weights that {start} has changed"):
+        added(small("flux"), tmp_path / "adapter.safetensors")
+
+
+def test_patterns_of_translated_names_are_refused(small: Callable[[str], Path], tmp_path: Path) -> None:
+    key, name = "base_model.model.double_blocks.0.img_attn.proj", "transformer_blocks.0.attn.to_out.0.weight"
+    tensors = pair(key, *plain(small("flux"))[name].shape, spelling="A")
+    config = {"r": 2, "lora_alpha": 2, "alpha_pattern": {"proj": 4}}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"has alphas by names of layers \(proj\) that are translated"):
+        added(small("flux"), written(tensors, tmp_path))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from safetensors.torch import load_file, save_file
 
 from engines.core.tensors import relative_difference
@@ -220,6 +221,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "gone": (lambda path: path.unlink(), "'ink' was deleted, or a rank cannot see the data directory"),
     "a pattern": (
         lambda path: (path.parent / PEFT_CONFIG).write_text(json.dumps({"alpha_pattern": {"(a+)+$": 1}})),
+        r"patterns that repeat something \(\(a\+\)\+\$\)",
+    ),
+    "a pattern in the header": (
+        lambda path: save_file(
+            load_file(path),
+            path,
+            metadata={LORA_ADAPTER_METADATA_KEY: json.dumps({"transformer.alpha_pattern": {"(a+)+$": 1}})},
+        ),
         r"patterns that repeat something \(\(a\+\)\+\$\)",
     ),
     "no config": (lambda path: (path.parent / PEFT_CONFIG).write_text("[]"), "is no object"),
