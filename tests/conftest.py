@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"  # read when Ray is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: other tests would leave them little of the cores
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # each time 0.1 s, in a process with all the tests
 
 import psutil
 import pytest
