@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["RAY_AUTH_MODE"] = "disabled"  # read when Ray is imported
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
 os.environ.setdefault("RAY_worker_niceness", "0")  # else 15: other tests would leave them little of the cores
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")  # each time 0.1 s, in a process with all the tests
 
 import psutil
 import pytest
@@ -119,21 +120,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the files for two processes.
 
-    Ray comes first, then what computes on Gloo ranks, whose processes are started once and kept. The rest follows by
-    duration, so that the last files are short.
+    Ray comes first, in the order of its folders: what a package shares, such as a running application, ends where
+    another package begins. Then comes what computes on Gloo ranks, whose processes are started once and kept. The rest
+    follows by duration, so that the last files are short.
     """
     for item in items:
         if is_of_ray(item) and file_of(item) not in OF_RAY:
             raise pytest.UsageError(f"{item.nodeid} uses a Ray cluster: add its file to {RAY_FILES.relative_to(ROOT)}")
     if "PYTEST_XDIST_WORKER" in os.environ:
         durations_s = json.loads(DURATIONS.read_text())
-        items.sort(
-            key=lambda item: (
-                file_of(item) not in OF_RAY,
-                not is_of_gloo(item),
-                -durations_s.get(file_of(item), UNKNOWN_DURATION_S),
-            )
-        )
+        items.sort(key=lambda item: place_of(item, durations_s))
+
+
+def place_of(item: pytest.Item, durations_s: Mapping[str, float]) -> tuple[float, ...]:
+    """Return what items are sorted by. All items of Ray are equal."""
+    if file_of(item) in OF_RAY:
+        return (0,)
+    return (1, not is_of_gloo(item), -durations_s.get(file_of(item), UNKNOWN_DURATION_S))
 
 
 @pytest.hookimpl(tryfirst=True)

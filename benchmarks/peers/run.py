@@ -34,6 +34,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,8 @@ class Run:
         return [sys.executable, *own, "-m", self.module, *shlex.split(self.words), *written]
 
 
-def known_runs() -> dict[str, tuple[Run, ...]]:
+@cache
+def known_runs() -> Mapping[str, tuple[Run, ...]]:
     """Return runs by the names of lists, and each by its own."""
     found: dict[str, tuple[Run, ...]] = {}
     for kind, runs in yaml.safe_load(Path(__file__).with_name("runs.yaml").read_text()).items():

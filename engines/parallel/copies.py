@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
@@ -23,8 +23,13 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 def weight_sharing_copy(module: AnyModule) -> AnyModule:
     """Return a copy of the module tree, hooks included, whose parameters and buffers are the same tensors."""
+    return _tensor_sharing_copy(module, {})
+
+
+def _tensor_sharing_copy(module: AnyModule, instead: Mapping[int, object]) -> AnyModule:
+    """Return a copy of the module tree with the same tensors, in which ``instead`` replaces objects, by their ids."""
     tensors = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
+    return copy.deepcopy(module, {**{id(tensor): tensor for tensor in tensors}, **instead})
 
 
 def weightless_copy(module: AnyModule) -> AnyModule:
@@ -83,7 +88,9 @@ def _truncate_plan(model: DenoiserModel, num_blocks: int) -> ShardPlan:
 
 def first_blocks(module: AnyModule, lists: Iterable[str], num_blocks: int) -> AnyModule:
     """Return a copy with the first ``num_blocks`` of each of these lists of blocks, sharing its tensors."""
-    result = weight_sharing_copy(module)
-    for name in lists:
+    blocks = {name: list(module.get_submodule(name).children()) for name in lists}
+    left_out = [block for each in blocks.values() for block in each[num_blocks:]]
+    result = _tensor_sharing_copy(module, {id(block): nn.Identity() for block in left_out})
+    for name in blocks:
         result.set_submodule(name, nn.ModuleList(list(result.get_submodule(name).children())[:num_blocks]))
     return result

@@ -19,6 +19,7 @@ import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
 from diffusers import ModelMixin
 from diffusers.configuration_utils import FrozenDict
+from diffusers.models.modeling_utils import no_init_weights
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from PIL.Image import Image
 from torch import nn
@@ -335,7 +336,9 @@ class OpenedPipeline:
         return model
 
     def _part_outline(self, name: str) -> Any:
-        return self.as_loaded(self.part_class(name).from_config(dict(read_config(self.path, name))))
+        with no_init_weights():  # else torch works out random values, even on "meta"
+            model = self.part_class(name).from_config(dict(read_config(self.path, name)))
+        return self.as_loaded(model)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Return the dtype of a loaded part's weights, but for those that its class keeps in float32."""

@@ -24,6 +24,7 @@ from deployments.http.settings import ApiSettings
 from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.usage.api_keys import KeyRing
 from tests.deployments.clips.support.runs import QUICK, with_tables
+from tests.deployments.http.support.late_fields import late_fields
 from tests.deployments.support.fake_studio import FakeStudio
 from tests.support.patience import PATIENCE_S
 
@@ -42,7 +43,8 @@ def build(
     clip_settings = ClipSettings(data_dir=with_tables(data_dir), **(QUICK | (clips or {})))
     quick: dict[str, Any] = {"video_poll_s": 0.02, "keys": KeyRing(api_keys)}
     api_settings = ApiSettings(data_dir=data_dir, **(quick | settings))
-    return create_api(studio, api_settings, Clips(studio, clip_settings), enhancers=enhancers)
+    with late_fields():
+        return create_api(studio, api_settings, Clips(studio, clip_settings), enhancers=enhancers)
 
 
 @asynccontextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from engines.parallel.copies import is_weightless, weightless_copy
+from engines.parallel.copies import first_blocks, is_weightless, weightless_copy
 
 NUM_FEATURES = 4096
 
@@ -48,3 +48,18 @@ def test_shapes_and_hooks_are_the_copys_own() -> None:
     assert [x.shape for x in copied.parameters()] == [x.shape for x in module.parameters()]
     assert copied.kept is not module.kept
     assert module.scale.sum() == NUM_FEATURES
+
+
+class NeverCopied(nn.Linear):
+    def __deepcopy__(self, memo: dict[int, object]) -> NeverCopied:
+        raise AssertionError("a block that is left out is copied")
+
+
+def test_first_blocks_share_their_tensors_and_others_are_not_copied() -> None:
+    module = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2), NeverCopied(2, 2)])})
+    copied = first_blocks(module, ["blocks"], 2)
+    assert {name: id(x) for name, x in copied.named_parameters()} == {
+        name: id(x) for name, x in module.named_parameters() if ".2." not in name
+    }
+    assert [len(list(one.get_submodule("blocks").children())) for one in (copied, module)] == [2, 3]
+    assert copied.get_submodule("blocks.0") is not module.get_submodule("blocks.0")

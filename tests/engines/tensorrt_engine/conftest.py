@@ -21,17 +21,18 @@ from tests.engines.tensorrt_engine.support.cases import DTYPES, Key
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast
 
 Build = Callable[..., bytes]
+read_translations = functools.cache(ONNXRegistry.from_torchlib)
+"""Kept beyond the package, which in two processes begins and ends several times."""
 
 
 @pytest.fixture(scope="package", autouse=True)
 def translations() -> Iterator[None]:
     """The exporter's own table of translations, read once: it reads the source of five hundred at every export."""
-    read = functools.cache(ONNXRegistry.from_torchlib)
 
     def copied(opset_version: int) -> ONNXRegistry:
         registry = ONNXRegistry()
         registry._opset_version = opset_version
-        registry.functions = {target: [*known] for target, known in read(opset_version).functions.items()}
+        registry.functions = {target: [*known] for target, known in read_translations(opset_version).functions.items()}
         return registry
 
     with pytest.MonkeyPatch.context() as patch:

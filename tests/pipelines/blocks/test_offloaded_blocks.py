@@ -6,8 +6,9 @@ layer that runs outside its block shows.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from engines.parallel.offload import _HostBlock
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.options import TorchOptions
 from pipelines.checkpoint import Checkpoint
-from pipelines.run import load_pipeline
+from pipelines.run import Pipeline, load_pipeline
 from tests.pipelines.lora.support.every_model import ALONE, MODELS, Animated, Model, latents_of
 from tests.pipelines.support.checkpoints import (
     tiny,
@@ -60,18 +61,23 @@ WITHOUT = ("sdxl", "anima")
 """A U-Net has no repeated blocks, and diffusers declares none of the transformer of Anima."""
 
 
-def made(name: str, folder: Path, number: int) -> tuple[dict[str, Tensor], int]:
-    """Return the latents of a job with ``number`` blocks in host memory, and the copies that were made for it."""
-    model, checkpoint = CASES[name], Checkpoint(folder)
-    request, denoiser = model.request(folder), checkpoint.denoiser(num_offloaded=number)
+@contextmanager
+def engine_of(checkpoint: Checkpoint, number: int) -> Iterator[TorchEngine]:
+    """An engine with ``number`` blocks in host memory."""
+    denoiser, options = checkpoint.denoiser(num_offloaded=number), TorchOptions(offloaded_blocks=number)
     for weight in (x for module in denoiser.modules.values() for x in module.parameters()):
         weight.data = weight.data.clone()  # aligned memory: kernels of CPUs round otherwise for views of a file
-    options = TorchOptions(offloaded_blocks=number)
     with closing(TorchEngine(denoiser, options=options, fast=False)) as engine:
-        with model.world():
-            pipeline = load_pipeline(checkpoint, engine)
-            latents = latents_of(pipeline.denoise(request, model.inputs(request)))
-        return latents, sum(offload.num_copies for offload in engine._sharded._offloads)
+        yield engine
+
+
+def made(pipeline: Pipeline, model: Model, folder: Path) -> dict[str, Tensor]:
+    request = model.request(folder)
+    return latents_of(pipeline.denoise(request, model.inputs(request)))
+
+
+def num_copies(engine: TorchEngine) -> int:
+    return sum(offload.num_copies for offload in engine._sharded._offloads)
 
 
 def leave_nothing(block: _HostBlock) -> None:
@@ -80,12 +86,18 @@ def leave_nothing(block: _HostBlock) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT])
 def test_jobs_have_the_same_bytes(name: str, folders: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    folder = folders(CASES[name].make)
-    expected, num_copies = made(name, folder, 0)
-    assert num_copies == 0
-    monkeypatch.setattr(_HostBlock, "leave", leave_nothing)
-    latents, num_copies = made(name, folder, ALL)
-    assert num_copies > 0
+    """Encoder and decoder are loaded once: they are beside the blocks."""
+    model, folder = CASES[name], folders(CASES[name].make)
+    checkpoint = Checkpoint(folder)
+    with model.world():
+        with engine_of(checkpoint, 0) as plain:
+            pipeline = load_pipeline(checkpoint, plain)
+            expected = made(pipeline, model, folder)
+            assert not num_copies(plain)
+        monkeypatch.setattr(_HostBlock, "leave", leave_nothing)
+        with engine_of(checkpoint, ALL) as offloading:
+            latents = made(replace(pipeline, engine=offloading), model, folder)
+            assert num_copies(offloading)
     assert latents.keys() == expected.keys()
     for key, x in expected.items():
         assert x.isfinite().all()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 GPU = torch.device("lazy", 0)
 """A device type without a backend, which torch tries to start nothing of."""
@@ -129,7 +129,7 @@ def put_on_gpu(module: nn.Module) -> None:
 
 def _run(func: Any, args: Any, kwargs: Mapping[str, Any], noted: list[str]) -> Any:
     """Does ``func`` where the values are, and says in ``noted`` what a graph cannot record of it."""
-    tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+    tensors = [*_tensors_of((args, kwargs))]
     mine = [x for x in tensors if isinstance(x, GpuTensor)]
     asked = kwargs.get("device")
     target = None if asked is None else _is_gpu(asked)
@@ -137,26 +137,48 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any], noted: list[str]) -> A
     has_shapes_alone = any(x.values.is_meta for x in mine)
     owners = {id(x.values): x for x in mine}
 
-    def inner(x: Any) -> Any:
-        if not isinstance(x, Tensor):
-            return x
+    def inner(x: Tensor) -> Tensor:
         values = x.values if isinstance(x, GpuTensor) else x
         return values.to("meta") if has_shapes_alone and values.ndim and not values.is_meta else values
 
-    named = dict(tree_map(inner, kwargs))
+    named = dict(_mapped(inner, kwargs))
     if target or (mine and asked is not None):
         is_vast = func is _aten.zeros.default and math.prod(args[0]) > MAX_VALUES
         is_light = has_shapes_alone or is_vast or any(x.is_meta for x in tensors)
         named["device"] = torch.device("meta" if is_light else "cpu")
     if func is _aten.repeat_interleave.Tensor and has_shapes_alone:
         raise RuntimeError("repeat_interleave without output_size")
-    result = func(*tree_map(inner, args), **named)
+    result = func(*_mapped(inner, args), **named)
     on_gpu = target if target is not None else bool(mine)
 
-    def outer(x: Any) -> Any:
-        return owners.get(id(x)) if id(x) in owners else GpuTensor(x) if isinstance(x, Tensor) and on_gpu else x
+    def outer(x: Tensor) -> Tensor:
+        return owners[id(x)] if id(x) in owners else GpuTensor(x) if on_gpu else x
 
-    return tree_map(outer, result)
+    return _mapped(outer, result)
+
+
+def _tensors_of(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an operation's arguments, which pytrees would find in half of a job's time."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, tuple | list):
+        for each in tree:
+            yield from _tensors_of(each)
+    elif isinstance(tree, dict):
+        yield from _tensors_of([*tree.values()])
+
+
+def _mapped(function: Callable[[Tensor], Tensor], tree: Any) -> Any:
+    """Return ``tree`` with the results of ``function`` in place of its tensors."""
+    if isinstance(tree, Tensor):
+        return function(tree)
+    if type(tree) in (tuple, list):
+        return type(tree)([_mapped(function, each) for each in tree])
+    if type(tree) is dict:
+        return {key: _mapped(function, each) for key, each in tree.items()}
+    if isinstance(tree, tuple | list | dict):  # named fields
+        return tree_map(lambda x: function(x) if isinstance(x, Tensor) else x, tree)
+    return tree
 
 
 def _is_gpu(device: Any) -> bool:
