@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.fast.records import Products
+from engines.fast.records import FrameProducts
 
 
 def pixel_norm(
@@ -50,7 +50,7 @@ def add_residual(x_BFHWC: Tensor, bias_C: Tensor, residual_BFHWC: Tensor) -> Ten
 
 
 def split_frames(
-    x: Tensor | Products, weight_C: Tensor, earlier_BFHWC: Tensor, *, bias_C: Tensor | None = None
+    x: Tensor | FrameProducts, weight_C: Tensor, earlier_BFHWC: Tensor, *, bias_C: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Return the inputs of the four products, (4, N, H, W, C), and the last two frames that they were made of.
 
@@ -80,7 +80,7 @@ def split_weights(weight_OIKHW: Tensor) -> Tensor:
     return torch.stack([first, both + half, both - half, third]).to(weight_OIKHW.dtype)
 
 
-def merge_frames(products: Products, bias_C: Tensor, residual_BFHWC: Tensor) -> Tensor:
+def merge_frames(products: FrameProducts, bias_C: Tensor, residual_BFHWC: Tensor) -> Tensor:
     """Return the frames of ``products`` plus ``bias`` and ``residual``."""
     if residual_BFHWC.is_cuda:
         from engines.fast.triton_frames import launch_merge
@@ -126,7 +126,7 @@ def interleave(parts_NHWE: Tensor, bias_C: Tensor) -> Tensor:
     return out_NHWC
 
 
-def _frames(products: Products, batch: int) -> Tensor:
+def _frames(products: FrameProducts, batch: int) -> Tensor:
     a, b, c, d = (product_NHWC.float() for product_NHWC in products)
     return torch.stack([a + b + c, b - c - d], 1).view(batch, -1, *a.shape[1:])
 

@@ -39,7 +39,7 @@ def quantized(x_RC: Tensor) -> QuantRows:
     return QuantRows(values_RC=(x_RC.float() / scale_R1).to(FP8), scale_R1=scale_R1)
 
 
-Products: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor]"
+FrameProducts: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor]"
 """Four tensors that make pairs of frames (``frames``): the even frame is 0 + 1 + 2, the odd one 1 - 2 - 3."""
 
 EPS = 1e-6

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.fast.records import Products
+from engines.fast.records import FrameProducts
 
 TILE = 2048
 """Elements of a tile."""
@@ -169,7 +169,7 @@ def launch_add(x_BFHWC: Tensor, bias_C: Tensor, residual_BFHWC: Tensor) -> None:
 
 
 def launch_split(
-    x: Tensor | Products, weight_C: Tensor, bias_C: Tensor | None, earlier_BFHWC: Tensor
+    x: Tensor | FrameProducts, weight_C: Tensor, bias_C: Tensor | None, earlier_BFHWC: Tensor
 ) -> tuple[Tensor, Tensor]:
     sources = (x,) * 4 if isinstance(x, Tensor) else x
     _check(*sources, earlier_BFHWC)
@@ -186,7 +186,7 @@ def launch_split(
     return out_4NHWC, last_BFHWC
 
 
-def launch_merge(products: Products, bias_C: Tensor, residual_BFHWC: Tensor) -> Tensor:
+def launch_merge(products: FrameProducts, bias_C: Tensor, residual_BFHWC: Tensor) -> Tensor:
     _check(*products, residual_BFHWC)
     out_BFHWC, channels = torch.empty_like(residual_BFHWC), residual_BFHWC.shape[-1]
     pixels, block, rows = _tiles(residual_BFHWC[0, 0], channels)

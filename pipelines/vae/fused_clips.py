@@ -27,7 +27,7 @@ from engines.fast.frames import (
     split_frames,
     split_weights,
 )
-from engines.fast.records import Products
+from engines.fast.records import FrameProducts
 from pipelines.vae.layers import is_supported_decoder
 
 LIBRARY = "diffusers."
@@ -293,7 +293,7 @@ class PairedConv(nn.Module):
         feat_cache[index] = first_BFHWC
         return self._convolve(first_BFHWC[:, 0], 3)[:, None]
 
-    def forward(self, x: Tensor | Products, bias_C: Tensor | None, feat_cache: Any, index: int) -> Products:
+    def forward(self, x: Tensor | FrameProducts, bias_C: Tensor | None, feat_cache: Any, index: int) -> FrameProducts:
         """Return the products that make the convolution of the norm of ``x + bias``, an even number of frames."""
         inputs_4NHWC, feat_cache[index] = split_frames(x, _weight_of(self.norm), feat_cache[index], bias_C=bias_C)
         a, b, c, d = (self._convolve(input_NHWC, number) for number, input_NHWC in enumerate(inputs_4NHWC))
