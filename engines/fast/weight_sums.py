@@ -16,12 +16,27 @@ from torch.nn import functional
 
 from engines.core.model import LowRank
 from engines.fast.records import ALIGNMENT, EACH, MAX_SUMS, Kind, Products, WeightSum
+from engines.fast.triton_cache import has_triton
 
 DEVICE_TYPE = "cuda"
 """The type of devices with kernels."""
+OLDEST = (8, 0)
+"""Compute capability from which GPUs multiply bfloat16, which products of bfloat16 and of float32 factors need."""
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 MAX_TEMPORARY_BYTES = 2**28
 """Temporary tensors above which pending sums are computed."""
+
+
+@cache
+def has_kernel(device: torch.device) -> bool:
+    """Return whether the kernel runs on ``device``: on NVIDIA's GPUs from ``OLDEST`` on, where Triton is installed.
+
+    All others add products one by one (``engines.additions.add_products``).
+    """
+    if device.type != DEVICE_TYPE or not has_triton():
+        return False
+    is_cuda = device.type == "cuda"
+    return not is_cuda or (torch.version.hip is None and torch.cuda.get_device_capability(device) >= OLDEST)
 
 
 def prepared(low_rank: LowRank, device: torch.device) -> LowRank:
@@ -30,7 +45,7 @@ def prepared(low_rank: LowRank, device: torch.device) -> LowRank:
     Factors of two dtypes become float32. Zeros fill the rank up to a multiple of ``EACH``.
     """
     up_NR, down_RK = low_rank.up_NR.to(device), low_rank.down_RK.to(device)
-    if device.type == DEVICE_TYPE:
+    if has_kernel(device):
         if up_NR.dtype != down_RK.dtype or up_NR.dtype not in HALF_DTYPES:
             up_NR, down_RK = up_NR.float(), down_RK.float()
         if missing := -down_RK.shape[0] % EACH:
@@ -49,7 +64,7 @@ def fits(base: Tensor, products: Products, device: torch.device) -> bool:
 
     Float32 weights, and products in several dtypes, have no kernel.
     """
-    if device.type != DEVICE_TYPE or base.dtype not in HALF_DTYPES:
+    if base.dtype not in HALF_DTYPES or not has_kernel(device):
         return False
     return len({low_rank.up_NR.dtype for _, low_rank in products}) == 1
 
@@ -130,7 +145,7 @@ def new_sum(base: Tensor, products: Products) -> Tensor:
 @cache
 def warm_up(weight: torch.dtype, factor: torch.dtype, device: torch.device, *, is_vector: bool = False) -> None:
     """Compile the kernel for weights and factors of these dtypes, or load it: up to a second, once."""
-    if device.type != DEVICE_TYPE:
+    if weight not in HALF_DTYPES or not has_kernel(device):
         return
     base = torch.zeros(EACH, dtype=weight, device=device)
     base = base if is_vector else base.repeat(EACH, 1)

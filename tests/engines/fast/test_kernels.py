@@ -21,6 +21,8 @@ from diffusers.models.transformers.transformer_flux2 import Flux2SwiGLU
 from torch import Tensor, nn
 from torch.nn import functional
 
+from engines.core.model import LowRank
+from engines.fast import weight_sums
 from engines.fast.kernels import (
     HeadNorms,
     Modulation,
@@ -179,3 +181,28 @@ def test_a_group_norm_is_launched_on_the_device_of_its_input(monkeypatch: pytest
     entered.assert_called_once_with(torch.device("cuda", 1))
     entered.return_value.__enter__.assert_called_once_with()
     launch.assert_called_once()
+
+
+@pytest.mark.parametrize(
+    ("capability", "hip", "is_installed", "expected"),
+    [
+        ((8, 0), None, True, True),
+        ((9, 0), None, True, True),
+        ((7, 5), None, True, False),
+        ((9, 4), "6.4", True, False),
+        ((9, 0), None, False, False),
+    ],
+)
+def test_gpus_that_cannot_run_the_kernel_of_sums_add_products_without_it(
+    capability: tuple[int, int], hip: str | None, is_installed: bool, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Turing multiplies no bfloat16, and a package of PyTorch may come without Triton."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(weight_sums, "has_triton", lambda: is_installed)
+    weight_sums.has_kernel.cache_clear()
+    try:
+        products = [(1.0, LowRank(up_NR=torch.ones(8, 8).bfloat16(), down_RK=torch.ones(8, 8).bfloat16()))]
+        assert weight_sums.fits(torch.zeros(8, 8).half(), products, torch.device("cuda", 0)) == expected
+    finally:
+        weight_sums.has_kernel.cache_clear()
