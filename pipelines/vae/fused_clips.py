@@ -293,9 +293,13 @@ class PairedConv(nn.Module):
         feat_cache[index] = first_BFHWC
         return self._convolve(first_BFHWC[:, 0], 3)[:, None]
 
-    def forward(self, x: Tensor | FrameProducts, bias_C: Tensor | None, feat_cache: Any, index: int) -> FrameProducts:
-        """Return the products that make the convolution of the norm of ``x + bias``, an even number of frames."""
+    def split(self, x: Tensor | FrameProducts, bias_C: Tensor | None, feat_cache: Any, index: int) -> Tensor:
+        """Return the products' inputs for the norm of ``x + bias``, an even number of frames."""
         inputs_4NHWC, feat_cache[index] = split_frames(x, _weight_of(self.norm), feat_cache[index], bias_C=bias_C)
+        return inputs_4NHWC
+
+    def forward(self, inputs_4NHWC: Tensor) -> FrameProducts:
+        """Return the products that make the convolution, from their inputs."""
         a, b, c, d = (self._convolve(input_NHWC, number) for number, input_NHWC in enumerate(inputs_4NHWC))
         return a, b, c, d
 
@@ -315,14 +319,19 @@ class PairedResnet(nn.Module):
     def forward(self, x_BCFHW: Tensor, feat_cache: Any, feat_idx: list[int]) -> Tensor:
         x_BFHWC, index = channels_last(x_BCFHW), feat_idx[0]
         feat_idx[0] += 2
-        residual_BFHWC = x_BFHWC if self.conv_shortcut is None else _pointwise(self.conv_shortcut, x_BFHWC)
         if feat_cache[index] is None:
             inner_BFHWC = self.conv1.first(x_BFHWC, None, feat_cache, index)
             inner_BFHWC = self.conv2.first(inner_BFHWC, self.conv1.bias, feat_cache, index + 1)
-            return channels_first(add_residual(inner_BFHWC, self.conv2.bias, residual_BFHWC))
-        products = self.conv1(x_BFHWC, None, feat_cache, index)
-        products = self.conv2(products, self.conv1.bias, feat_cache, index + 1)
-        return channels_first(merge_frames(products, self.conv2.bias, residual_BFHWC))
+            return channels_first(add_residual(inner_BFHWC, self.conv2.bias, self._shortcut(x_BFHWC)))
+        products = self.conv1(self.conv1.split(x_BFHWC, None, feat_cache, index))
+        inputs_4NHWC = self.conv2.split(products, self.conv1.bias, feat_cache, index + 1)
+        del products  # four frames of two each, which the second convolution has no memory for
+        products = self.conv2(inputs_4NHWC)
+        del inputs_4NHWC
+        return channels_first(merge_frames(products, self.conv2.bias, self._shortcut(x_BFHWC)))
+
+    def _shortcut(self, x_BFHWC: Tensor) -> Tensor:
+        return x_BFHWC if self.conv_shortcut is None else _pointwise(self.conv_shortcut, x_BFHWC)
 
 
 def _pointwise(conv: Any, x_BFHWC: Tensor) -> Tensor:

@@ -17,10 +17,11 @@ from pipelines.blocks import compilation
 from pipelines.blocks.footprint import ForwardMeter
 from pipelines.checkpoint import Checkpoint
 from pipelines.size import Size
-from pipelines.vae.chunks import decode_bands, decode_chunks, skip_unread_cache
+from pipelines.vae import fused_clips
+from pipelines.vae.chunks import ChunkedVae, decode_bands, decode_chunks, skip_unread_cache
 from pipelines.vae.fused_clips import CausalResnet, PairedResnet, fuse_clip_decoder, is_supported_clip_decoder
 from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_ltx
-from tests.pipelines.vae.support.vaes import SIZES, VAES, copies, decibels
+from tests.pipelines.vae.support.vaes import RESIDUAL, SIZES, VAES, copies, decibels
 
 NUM_LATENT_FRAMES = 5
 NUM_ROWS = 31
@@ -184,6 +185,50 @@ def test_layers_stay_in_channels_last_memory(num_bands: int) -> None:
     list(decode_bands(fused, noise(num_frames=3, rows=NUM_ROWS), decoders))
     assert copied
     assert not any(copied)
+
+
+def allocate_split(x: Any, weight_C: Tensor, earlier_BFHWC: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
+    """Allocate what ``split_frames`` returns."""
+    batch, _, *sizes = earlier_BFHWC.shape
+    num_pairs = x.shape[1] // 2 if isinstance(x, Tensor) else len(x[0]) // batch
+    return earlier_BFHWC.new_empty(4, batch * num_pairs, *sizes), earlier_BFHWC.new_empty(batch, 2, *sizes)
+
+
+def allocate_interleaved(parts_NHWE: Tensor, bias_C: Tensor) -> Tensor:
+    num, height, width = (size - (dim > 0) for dim, size in enumerate(parts_NHWE.shape[:3]))
+    return parts_NHWE.new_empty(num, 2 * height, 2 * width, len(bias_C))
+
+
+ALLOCATIONS: dict[str, Callable[..., Any]] = {
+    "pixel_norm": lambda *_, **__: None,
+    "add_residual": lambda x, *_: x,
+    "merge_frames": lambda products, bias, residual: torch.empty_like(residual),
+    "split_frames": allocate_split,
+    "interleave": allocate_interleaved,
+}
+"""The fused passes on "meta". They allocate their results only, as Triton's do, and the plain ones more."""
+
+
+@pytest.mark.parametrize("options", [{}, {"base_dim": 160, "decoder_base_dim": 256, "z_dim": 48, **RESIDUAL}])
+@torch.no_grad()
+def test_decodes_take_no_more_memory_than_those_of_diffusers(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Published sizes, in bfloat16: estimates count the decoder as diffusers has it."""
+    with torch.device("meta"):
+        plain = diffusers.AutoencoderKLWan(**options).to(torch.bfloat16).requires_grad_(False)
+    fused = copy.deepcopy(plain)
+    fuse_clip_decoder(fused.decoder, torch.bfloat16)
+    for name, allocate in ALLOCATIONS.items():
+        monkeypatch.setattr(fused_clips, name, allocate)
+    latents_BCFHW, peaks = torch.empty(1, plain.config.z_dim, 3, 30, 52, device="meta", dtype=torch.bfloat16), []
+    for vae in (plain, fused):
+        chunked = ChunkedVae(vae)
+        with ForwardMeter() as meter:
+            for _ in range(3):
+                chunked.decode(latents_BCFHW)
+        peaks.append(meter.peak_bytes)
+    assert 0 < peaks[1] <= peaks[0]
 
 
 @torch.no_grad()
