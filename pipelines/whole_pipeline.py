@@ -388,6 +388,9 @@ class WholeDecoder(BlocksDecoder):
     def compile_calls(self) -> AbstractContextManager[None]:
         return nullcontext()
 
+    def warm_kernels(self) -> None:
+        """Do nothing: the rank decodes."""
+
     def check_fits(self, request: MediaRequest) -> None:
         """Do nothing: the rank decodes."""
 

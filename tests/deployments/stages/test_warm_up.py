@@ -31,6 +31,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_path
 from pipelines.media.encode import encode_frames
 from pipelines.size import Size
+from tests.pipelines.support.checkpoints import tiny_whole
 from tests.support.locks import is_free
 
 Calls = list[tuple[Any, ...]]
@@ -130,6 +131,12 @@ def test_what_is_captured_has_been_replayed(pictures: Path, compiles: bool, num_
     encoder: Any = SimpleNamespace(compile_calls=nullcontext, encode=lambda request, _: prompts.append(request.prompt))
     warm_encoder(encoder, replace(spec, model=model), checkpoint)
     assert prompts == [PROMPT] * 2 * num_runs, "of words alone, and with a picture"
+
+
+def test_a_decoder_of_a_whole_pipeline_starts_with_nothing_to_warm(tmp_path: Path, calls: Calls) -> None:
+    """The rank decodes. Formats are prepared as for other models."""
+    VaeDecoder(spec_of(tiny_whole.pixart_sigma(tmp_path)))
+    assert [call[0] for call in calls] == ["encode_frames"] * 3
 
 
 @pytest.mark.parametrize(("memory_gib", "expected"), [(None, []), (24.0, ["cuda", "cuda"])])
