@@ -32,7 +32,7 @@ OUTPUTS = ("images", "videos")
 SOUNDS = ("audio", "sound")
 RATE = "sampling_rate"
 FRAMES_AT_A_TIME = 4
-"""Frames that are converted to bytes together: those of a latent frame."""
+"""Frames of a clip that are converted to bytes together: those of a latent frame."""
 URGENT = -1
 """Priority of a stream whose kernels run before those of other streams."""
 
@@ -251,12 +251,14 @@ def _cut(pixels_FCHW: Tensor, request: MediaRequest, num_before: int = 0) -> Ten
 def to_frames(pixels_FCHW: Tensor, request: MediaRequest) -> NDArray[np.uint8]:
     """Convert a few frames at a time, since intermediates are float32, and on the device, which is faster.
 
-    ValueError or JobFailedError if pixels are not finite.
+    Pictures and layers, which may be larger, are converted one by one. ValueError or JobFailedError if pixels are not
+    finite.
     """
     has_opacity, sums = request.num_layers > 0, []
     frames_FHWC = np.empty((len(pixels_FCHW), *pixels_FCHW.shape[-2:], 4 if has_opacity else 3), np.uint8)
-    targets = torch.split(torch.from_numpy(frames_FHWC), FRAMES_AT_A_TIME)
-    for target_FHWC, some_FCHW in zip(targets, torch.split(pixels_FCHW, FRAMES_AT_A_TIME), strict=True):
+    count = FRAMES_AT_A_TIME if request.kind == "video" else 1
+    targets = torch.split(torch.from_numpy(frames_FHWC), count)
+    for target_FHWC, some_FCHW in zip(targets, torch.split(pixels_FCHW, count), strict=True):
         unit_FHWC = some_FCHW.movedim(-3, -1).float()
         unit_FHWC = unit_FHWC if has_opacity else on_white(unit_FHWC)
         sums.append(unit_FHWC.sum())  # one pass, and no tensor of flags

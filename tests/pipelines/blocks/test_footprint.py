@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipelines.blocks.footprint import Footprint, footprint
+from pipelines.blocks.decoder import to_frames
+from pipelines.blocks.footprint import Footprint, ForwardMeter, footprint
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import PUBLISHED, SHIPPED
 from pipelines.size import Size
+from tests.pipelines.support.sample_requests import clip, picture
 
 GIB = 2**30
 
@@ -121,3 +123,16 @@ def test_what_nobody_knows_is_said(tmp_path: Path) -> None:
     opened = OpenedPipeline(folder, torch.device("meta"), torch.bfloat16)
     assert footprint(opened, 512, None).encoder["text_encoder"] is None
     assert found("stable-diffusion-xl-base-1.0").decode is None
+
+
+def test_pictures_become_bytes_in_the_memory_of_one() -> None:
+    """Several large ones in float32 would take more than ``decoder.memory_gib``; the frames of a clip are smaller."""
+    peaks = []
+    for request, count in ((picture(), 1), (picture(), 4), (clip(), 4)):
+        pixels_FCHW = torch.zeros(count, 3, 64, 64, dtype=torch.bfloat16)
+        with ForwardMeter() as meter:
+            to_frames(pixels_FCHW, request)
+        peaks.append(meter.peak_bytes)
+    one, several, frames = peaks
+    assert several - one < 100, "the sum of each"
+    assert frames > 3 * one
