@@ -25,8 +25,8 @@ def sharer(
     working_gib: float = 0.0,
     swap_s: float = SWAP_S,
 ) -> Sharer:
-    sizes_gib = {"awake": gib, "asleep": left_gib, "working": working_gib}
-    return Sharer(name=name, swap_s=swap_s, **{part: {device: int(size * GIB)} for part, size in sizes_gib.items()})
+    awake, asleep, working = ({device: int(size * GIB)} for size in (gib, left_gib, working_gib))
+    return Sharer(name=name, awake=awake, asleep=asleep, working=working, swap_s=swap_s)
 
 
 def arbiter(*sharers: Sharer, gib: float = 80.0) -> Arbiter:
