@@ -1,7 +1,7 @@
 """Weights plus low-rank products (LoRA), computed in float32 and rounded once.
 
 Weights change in place from job to job, so captured graphs and views stay valid. Quantised layers are quantised again.
-The result equals a load of merged weights. On GPUs one kernel computes the sums of many weights
+The result equals a load of merged weights. On most GPUs one kernel computes the sums of many weights
 (``fast.weight_sums``).
 """
 
