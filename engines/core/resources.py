@@ -28,7 +28,7 @@ class MemoryUse:
     beside: int = 0
     """Other memory that the process's allocator holds on the device."""
     peak: int = 0
-    """The most of that since the process began: a step or a decode under way may take as much again."""
+    """The most of that outside loads of weights so far: a step or a decode under way may take as much again."""
     pinned: int = 0
     """Host memory that is pinned for the copy."""
 

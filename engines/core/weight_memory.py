@@ -37,6 +37,8 @@ class WeightMemory:
         self._is_copied = False
         self._undo: list[Callable[[], None]] = []
         self._pinned_limit: int | None = None
+        self._most_bytes = self._num_regions = 0
+        """Most memory of the allocator outside regions, up to the last one; regions that are open."""
         self.is_asleep = False
         self.num_copies = 0
         """Copies to the host so far."""
@@ -58,14 +60,25 @@ class WeightMemory:
 
     @contextmanager
     def region(self) -> Iterator[None]:
-        """Allocate weights inside the block, on this thread. Other tensors cost memory for as long as they live."""
+        """Allocate weights inside the block, on this thread. Other tensors cost memory for as long as they live.
+
+        What loading takes for moments is no work: it does not count as ``MemoryUse.peak``.
+        """
         if self._spans is None:
             yield
             return
         assert not self.is_asleep, "new weights while the others are asleep"
         self._is_copied = False
-        with self._spans.region():
-            yield
+        if not self._num_regions:
+            self._most_bytes = self._most()
+        self._num_regions += 1
+        try:
+            with self._spans.region():
+                yield
+        finally:
+            self._num_regions -= 1
+            if self._device.type == "cuda" and not self._num_regions:
+                torch.cuda.reset_peak_memory_stats(self._device)
 
     def hold(self, module: nn.Module) -> None:
         """Add a module with its final weights. Call it after its region."""
@@ -91,8 +104,13 @@ class WeightMemory:
             return MemoryUse(device="cpu", weights=weights, pinned=pinned)
         properties = torch.cuda.get_device_properties(self._device)
         sizes = {"device_bytes": properties.total_memory, "weights": weights, "beside": self._beside(weights)}
-        peak = max(0, torch.cuda.max_memory_reserved(self._device) - weights)
+        peak = max(0, self._most() - weights)
         return MemoryUse(device=str(properties.uuid), **sizes, peak=peak, pinned=pinned)
+
+    def _most(self) -> int:
+        """Return the most memory that the allocator has held outside regions."""
+        is_cuda = self._device.type == "cuda"
+        return max(self._most_bytes, torch.cuda.max_memory_reserved(self._device) if is_cuda else 0)
 
     def _beside(self, weights: int) -> int:
         """Return what the allocator holds beside ``weights``, which it counts while they are asleep, too."""

@@ -375,6 +375,38 @@ def test_weights_on_a_gpu_come_back_after_memory_beside_them_was_freed(tmp_path:
         assert kept.eq(1.0).all()
 
 
+def test_memory_that_loading_takes_for_moments_is_not_that_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file in float32 takes its memory until it is converted, and models that fit would take turns for ever."""
+    held = {"now": 0, "most": 0}
+
+    def take(size: int) -> None:
+        held["now"], held["most"] = size, max(size, held["most"])
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Mock(total_memory=80, uuid="gpu"))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: held["now"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda _: held["most"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: held.update(most=held["now"]))
+    memory = WeightMemory()
+    memory._device, memory._host = torch.device("cuda", 0), Mock(pinned_bytes=0)
+    weights_B = torch.zeros(24, dtype=torch.uint8)
+    memory._spans = Mock(region=nullcontext, find=lambda: [weights_B])
+    with memory.region():
+        take(72)
+        with memory.region():
+            take(24)
+        take(60)
+        take(24)
+    assert memory.use().peak == 0
+    take(35)
+    take(30)
+    assert memory.use().peak == 11
+    with memory.region():
+        take(50)
+        take(30)
+    assert memory.use().peak == 11, "work before a later load counts"
+    assert memory.use().beside == 6
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_memory_of_a_moment_is_in_the_peak_after_it_was_given_back(tmp_path: Path) -> None:
