@@ -68,8 +68,8 @@ FACTORS = (".lokr_", ".hada_")
 """Marks of the keys of LoKr and LoHa."""
 MAX_PRODUCT = 2**30
 """Elements of a product of factors, which small files can make as large as they like."""
-Scale = Callable[[str, int], float]
-"""Returns the scale of a layer by its name and rank, from the file's configuration."""
+Scale = Callable[[str], float]
+"""Returns the scale of a layer by its name, from the file's configuration."""
 
 
 def has_factors(tensors: Iterable[str]) -> bool:
@@ -93,7 +93,7 @@ def as_products(tensors: Mapping[str, Tensor], scale_of: Scale | None) -> dict[s
     for layer, parts in layers.items():
         up_NR, down_RK, rank = _product(layer, parts)
         if scale_of is not None:
-            scale = scale_of(layer, rank or 1)
+            scale = scale_of(layer)
         else:
             scale = float(alphas[layer]) / rank if layer in alphas and rank else 1.0
         pairs |= _pair(layer, up_NR * scale, down_RK)

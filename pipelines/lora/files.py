@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from pipelines.directory import U_NET
 from pipelines.loading import resolve_file
 from pipelines.lora.adapter_config import alpha_of, factor_scale, for_all_layers, has_alpha, peft_config, written_config
-from pipelines.lora.differences import as_products, by_parameter, has_factors, split_differences
+from pipelines.lora.differences import Scale, as_products, by_parameter, has_factors, split_differences
 from pipelines.lora.source import ADAPTER_FILES, PEFT_CONFIG, LoraSource
 from pipelines.lora.translation import (
     ALPHA,
@@ -82,11 +82,19 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module) -> L
     if not rest:
         return Layers(whole=whole)
     config, has_scale = _config_of(rest, path), has_alpha(path)
-    if has_factors(rest):  # the products have their scale
-        rest = as_products(rest, partial(factor_scale, config) if config else None)
+    is_scaled = has_factors(rest)
+    if is_scaled:
+        rest = as_products(rest, _factor_scales(config) if config else None)
         config, has_scale = {}, False
-    file = _File(source=source, path=path, pipeline_class=pipeline_class, module=module, config=config)
+    file = _File(
+        source=source, path=path, pipeline_class=pipeline_class, module=module, config=config, is_scaled=is_scaled
+    )
     return replace(file.read(rest, has_scale=has_scale), whole=whole)
+
+
+def _factor_scales(config: Mapping[str, Any]) -> Scale:
+    own = {_bare(key): value for key, value in config.items()}
+    return lambda layer: factor_scale(own, _bare(layer.removeprefix(PEFT_PREFIX)))
 
 
 def _is_peft(tensors: Iterable[str]) -> bool:
@@ -112,6 +120,8 @@ class _File:
     module: nn.Module
     config: Mapping[str, Any]
     """PEFT's, with the names of layers in the file."""
+    is_scaled: bool = False
+    """Whether the tensors already have the scales that the file's header and configuration name."""
 
     def read(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers:
         """Return pairs by layers of the module, from its own names, its makers' or those that a loader translates.
@@ -184,7 +194,7 @@ class _File:
         return are_pairs and are_layers_of(self.module, layers.tensors)
 
     def _translated(self, tensors: Mapping[str, Tensor]) -> Layers:
-        layers = _translate(tensors, self.path, self.pipeline_class, self.module)
+        layers = _translate(tensors, self.path, self.pipeline_class, self.module, is_scaled=self.is_scaled)
         return _select_part(layers, self.source, self.path, self.pipeline_class, self.module)
 
 
@@ -197,18 +207,21 @@ def _with_alphas(pairs: Mapping[str, Tensor]) -> Layers:
     )
 
 
-def _translate(tensors: Mapping[str, Tensor], path: Path, pipeline_class: Any, module: nn.Module) -> Layers:
+def _translate(
+    tensors: Mapping[str, Tensor], path: Path, pipeline_class: Any, module: nn.Module, *, is_scaled: bool
+) -> Layers:
     """Return layers whose keys begin with a part's name, as diffusers' pipelines save or translate them."""
+    header = {} if is_scaled else written_config(path)
     if hasattr(pipeline_class, "lora_state_dict"):
-        found = by_loader(path, tensors, pipeline_class, module)
-        config = found.config if found.config is not None else written_config(path)
+        found = by_loader(path, tensors, pipeline_class, module, is_scaled=is_scaled)
+        config = found.config if found.config is not None else header
         return Layers(tensors=found.tensors, alphas=found.alphas, config=config)
     if not any(key.startswith(f"{TRANSFORMER}.") for key in tensors):
         raise ValueError(
             f"diffusers has no loader of adapters for {pipeline_class.__name__} that could translate {path}: save it "
             f"as its transformer does (save_lora_adapter), or as PEFT does; it has {shown(tensors)}"
         )
-    return Layers(tensors=tensors, config=written_config(path))
+    return Layers(tensors=tensors, config=header)
 
 
 def _denoiser_name(pipeline_class: Any) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -109,15 +109,17 @@ class Translated:
     """PEFT's configuration in the file's metadata; None without one."""
 
 
-def by_loader(path: Path, tensors: Mapping[str, Tensor], pipeline_class: Any, module: nn.Module) -> Translated:
+def by_loader(
+    path: Path, tensors: Mapping[str, Tensor], pipeline_class: Any, module: nn.Module, *, is_scaled: bool = False
+) -> Translated:
     """Return a file as translated by the loader of ``pipeline_class``; keys begin with the names of parts.
 
-    ``tensors`` are those of the file at ``path`` that are used. ValueError for a file that the loader cannot read, or
-    of which it drops something.
+    ``tensors`` are those of the file at ``path`` that are used; if they are scaled, its header does not count.
+    ValueError for a file that the loader cannot read, or of which it drops something.
     """
     numbers: set[str] = set()
     try:
-        with _source(path, tensors) as source:
+        with nullcontext(dict(tensors)) if is_scaled else _source(path, tensors) as source:
             values = _load(pipeline_class, module, source)
         tracked = _load(pipeline_class, module, track(tensors, numbers))
     except ERRORS as error:

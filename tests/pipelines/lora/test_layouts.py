@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 from diffusers.loaders.lora_conversion_utils import swap_scale_shift
+from peft import LoHaConfig, LoKrConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -384,3 +385,27 @@ def test_the_configuration_in_a_header_counts_with_and_without_the_parts_name(
     save_file(tensors, file, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
     expected = swap_scale_shift(product(tensors, key, 3.0 / RANK))
     check(added(small("klein"), file), {"norm_out.linear.weight": expected})
+
+
+@pytest.mark.parametrize("kind", [LoKrConfig, LoHaConfig])
+@pytest.mark.parametrize("place", ["beside", "header", "part's header"])
+def test_pefts_lokr_and_loha_have_the_scale_of_their_configuration(
+    small: Callable[[str], Path], tmp_path: Path, kind: type[LoKrConfig | LoHaConfig], place: str
+) -> None:
+    """PEFT's own sum is the reference. Files of diffusers have the configuration in the header."""
+    module = next(iter(Checkpoint(small("flux")).denoiser().modules.values()))
+    names = [f"transformer_blocks.0.attn.to_{end}" for end in "qk"]
+    config = kind(
+        r=RANK, alpha=3, target_modules=names, init_weights=False, rank_pattern={names[1]: 4}, alpha_pattern={"to_k": 5}
+    )
+    model = get_peft_model(module, config)
+    expected = {f"{name}.weight": module.get_submodule(name).get_delta_weight("default") for name in names}
+    model.save_pretrained(tmp_path)
+    file, beside = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
+    if place != "beside":
+        part = "transformer." if place == "part's header" else ""
+        written = {f"{part}{key}": value for key, value in json.loads(beside.read_text()).items()}
+        tensors = {key.replace("base_model.model.", part): x for key, x in load_file(file).items()}
+        save_file(tensors, file, metadata={LORA_ADAPTER_METADATA_KEY: json.dumps(written)})
+        beside.unlink()
+    check(added(small("flux"), file), expected)
