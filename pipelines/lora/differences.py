@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from engines.parallel.weight_files import is_finite
 from pipelines.lora.translation import ALPHA, DOWN, MAKERS_PREFIXES, UP, layer_of, shown, translate_weights
 
 ENDS = {".diff": ".weight", ".diff_b": ".bias", ".diff_m": ".modulation"}
@@ -76,11 +77,14 @@ def has_factors(tensors: Iterable[str]) -> bool:
     return any(mark in key for key in tensors for mark in FACTORS)
 
 
-def as_products(tensors: Mapping[str, Tensor], scale_of: Scale | None) -> dict[str, Tensor]:
+def as_products(
+    tensors: Mapping[str, Tensor], scale_of: Scale | None, max_bytes: int | None = None
+) -> dict[str, Tensor]:
     """Return ``tensors`` with the factors of LoKr and LoHa as pairs of the same products, scaled.
 
     Without ``scale_of`` the scale is alpha / rank (LyCORIS), and 1 without an alpha, or if no factor has a rank.
-    ValueError for factors that make no product of two matrices.
+    ValueError for factors that make no product of two matrices, products that are not finite, and pairs that together
+    take more than ``max_bytes``.
     """
     layers: dict[str, dict[str, Tensor]] = {}
     for key, factor in tensors.items():
@@ -90,13 +94,22 @@ def as_products(tensors: Mapping[str, Tensor], scale_of: Scale | None) -> dict[s
                 layers.setdefault(layer, {})[f"{mark[1:-1]} {name}"] = factor
     alphas = {layer: tensors[layer + ALPHA] for layer in layers if layer + ALPHA in tensors}
     pairs = {key: x for key, x in tensors.items() if not has_factors([key]) and layer_of(key) not in layers}
+    num_bytes = 0
     for layer, parts in layers.items():
         up_NR, down_RK, rank = _product(layer, parts)
+        num_bytes += up_NR.nbytes + down_RK.nbytes
+        if max_bytes is not None and num_bytes > max_bytes:
+            raise ValueError(
+                f"the adapter's factors have products of more than {max_bytes / 2**30:.2f} GiB, the model's "
+                "runtime_loras.memory_gib"
+            )
         if scale_of is not None:
             scale = scale_of(layer)
         else:
             scale = float(alphas[layer]) / rank if layer in alphas and rank else 1.0
-        pairs |= _pair(layer, up_NR * scale, down_RK)
+        if not (is_finite(up_NR := up_NR * scale) and is_finite(down_RK)):
+            raise ValueError(f"{layer} has a product that is not finite, with the scale {scale:g}")
+        pairs |= _pair(layer, up_NR, down_RK)
     return pairs
 
 

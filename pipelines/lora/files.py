@@ -63,11 +63,12 @@ class Layers:
         return (alpha_of(self.config, layer, rank) if self.config else self.alphas.get(layer, rank)) / rank
 
 
-def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module) -> Layers:
+def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module, max_bytes: int | None = None) -> Layers:
     """Return the contents of the file of ``source`` for ``module``, its transformer or U-Net.
 
     Other layouts are translated by the loader of ``pipeline_class``, or like the weights of ``module``. ValueError for
-    files of another kind, for keys of other parts of the pipeline, and for keys that nothing reads.
+    files of another kind, for keys of other parts of the pipeline, for keys that nothing reads, and for factors whose
+    products take more than ``max_bytes``.
     """
     path = resolve_file(source.path, source.file, ADAPTER_FILES, beside=(PEFT_CONFIG,))
     tensors = read_adapter(path)
@@ -84,7 +85,7 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module) -> L
     config, has_scale = _config_of(rest, path), has_alpha(path)
     is_scaled = has_factors(rest)
     if is_scaled:
-        rest = as_products(rest, _factor_scales(config) if config else None)
+        rest = as_products(rest, _factor_scales(config) if config else None, max_bytes)
         config, has_scale = {}, False
     file = _File(
         source=source, path=path, pipeline_class=pipeline_class, module=module, config=config, is_scaled=is_scaled

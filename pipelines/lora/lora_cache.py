@@ -23,8 +23,8 @@ from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits, LoraSource
 from pipelines.lora.translation import shown
 from pipelines.request import Lora, MediaRequest
 
-REPEATS = re.compile(r"[*+?{]")
-"""Repetitions in a regular expression, which may take for ever on some names."""
+REPEATS = re.compile(r"[*+?{(]")
+"""Repetitions and groups in a regular expression. Several of either may take for ever on some names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, weakref_slot=True)
@@ -138,7 +138,8 @@ class LoraCache(Mapping[str, Addition]):
         try:
             check_patterns(path)
             source = LoraSource(path=str(path), name=lora.name, part=lora.part)
-            found = read_low_ranks(source, self._modules[part], self._pipeline_class)
+            limit = self._limits.memory_bytes
+            found = read_low_ranks(source, self._modules[part], self._pipeline_class, limit)
             if self._linears_only:
                 check_linears(source, self._modules[part], found)
         except ValueError as error:
@@ -167,7 +168,7 @@ def with_runtime_loras(model: DenoiserModel, pipeline_class: Any, limits: LoraLi
 
 
 def check_patterns(path: Path) -> None:
-    """Raise ValueError for a config whose patterns of layers repeat something: matching them could take for ever."""
+    """Raise ValueError for a config with patterns that cannot be matched, or whose matching could take for ever."""
     try:
         beside = path.parent / PEFT_CONFIG
         configs = [written_config(path), json.loads(beside.read_text()) if beside.is_file() else {}]
@@ -183,7 +184,14 @@ def check_patterns(path: Path) -> None:
             if str(name).endswith(("alpha_pattern", "rank_pattern")):
                 patterns.extend(_keys(value or {}, name))
     if repeating := [pattern for pattern in patterns if REPEATS.search(pattern)]:
-        raise ValueError(f"{path} has patterns that repeat something ({shown(repeating)}): write names of layers")
+        raise ValueError(
+            f"{path} has patterns that repeat or group something ({shown(repeating)}): write names of layers"
+        )
+    for pattern in patterns:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{path} has a pattern that is no regular expression ({pattern}): {error}") from error
 
 
 def _keys(patterns: object, name: str) -> Iterable[str]:

@@ -39,10 +39,15 @@ def with_loras(model: DenoiserModel, sources: Iterable[LoraSource], pipeline_cla
     return replace(_merge(model, merged), additions=additions)
 
 
-def read_low_ranks(source: LoraSource, module: nn.Module, pipeline_class: Any) -> LowRanks:
-    """Return an adapter's additions to the parameters of ``module``. ValueError if it is for another model."""
+def read_low_ranks(
+    source: LoraSource, module: nn.Module, pipeline_class: Any, max_bytes: int | None = None
+) -> LowRanks:
+    """Return an adapter's additions to the parameters of ``module``.
+
+    ValueError if it is for another model, or is of factors whose products take more than ``max_bytes``.
+    """
     parameters = dict(module.named_parameters())
-    layers = read_layers(source, pipeline_class, module)
+    layers = read_layers(source, pipeline_class, module, max_bytes)
     found = dict(_of_pairs(layers))
     for name, difference in _of_differences(layers):
         if name in found:

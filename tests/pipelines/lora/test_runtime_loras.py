@@ -214,6 +214,20 @@ def with_config(**config: object) -> Callable[[Path], object]:
     return write
 
 
+def with_factors(rows: int, **config: object) -> Callable[[Path], object]:
+    """Write LoKr as PEFT does, of four layers: two factors of ``rows`` values for a square matrix."""
+
+    def write(path: Path) -> None:
+        tensors = {}
+        for number in range(4):
+            layer = f"base_model.model.transformer_blocks.{number}.attn.to_q"
+            tensors |= {f"{layer}.lokr_w1": torch.ones(rows, 1), f"{layer}.lokr_w2": torch.ones(1, rows)}
+        save_file(tensors, path)
+        (path.parent / PEFT_CONFIG).write_text(json.dumps(config))
+
+    return write
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tensors": (lambda path: path.write_bytes(b"PK no tensors"), "the adapter 'ink' is no safetensors file"),
     "not whole": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "the adapter 'ink' is no safetensors file"),
@@ -221,7 +235,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "gone": (lambda path: path.unlink(), "'ink' was deleted, or a rank cannot see the data directory"),
     "a pattern": (
         lambda path: (path.parent / PEFT_CONFIG).write_text(json.dumps({"alpha_pattern": {"(a+)+$": 1}})),
-        r"patterns that repeat something \(\(a\+\)\+\$\)",
+        r"patterns that repeat or group something \(\(a\+\)\+\$\)",
     ),
     "a pattern in the header": (
         lambda path: save_file(
@@ -229,8 +243,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
             path,
             metadata={LORA_ADAPTER_METADATA_KEY: json.dumps({"transformer.alpha_pattern": {"(a+)+$": 1}})},
         ),
-        r"patterns that repeat something \(\(a\+\)\+\$\)",
+        r"patterns that repeat or group something \(\(a\+\)\+\$\)",
     ),
+    "groups in a pattern": (
+        with_config(alpha_pattern={"(.|.)" * 40 + "!": 1}),
+        "patterns that repeat or group something",
+    ),
+    "no pattern": (with_config(alpha_pattern={"to_q[": 1}), "a pattern that is no regular expression"),
+    "an endless product": (with_factors(64, r=1, alpha=math.inf), "to_q has a product that is not finite"),
     "no config": (lambda path: (path.parent / PEFT_CONFIG).write_text("[]"), "is no object"),
     "no number": (with_config(lora_alpha=[1]), "the config of the adapter 'ink' has a value of another kind"),
     "an endless alpha": (with_config(lora_alpha=math.inf), "an alpha that is not finite"),
@@ -248,6 +268,16 @@ def test_broken_files_are_refused(kind: str, served: Callable[[str], Served], tm
         cache.load(ink)
     assert str(tmp_path) not in str(refusal.value), "clients need not know where files are"
     assert list(cache) == []
+
+
+def test_factors_are_multiplied_within_the_memory_of_adapters(served: Callable[[str], Served], tmp_path: Path) -> None:
+    """Small files could otherwise take all memory of a rank, before the sizes of layers are compared."""
+    here = served("qwen")
+    ink = Lora(name="ink", folder=folder_of(here.one, tmp_path / "folder"))
+    with_factors(1024, r=1, alpha=1)(tmp_path / "folder" / LORA_FILE)
+    message = r"products of more than 0\.01 GiB, the model's runtime_loras\.memory_gib"
+    with pytest.raises(ValueError, match=message):  # the second of 8 MiB each
+        cache_of(here.folder, memory_gib=0.01).load(ink)
 
 
 def test_another_models_file_and_a_part_that_is_not_there(served: Callable[[str], Served], tmp_path: Path) -> None:
