@@ -230,7 +230,7 @@ def files_of(folder: Path, name: str = NAME) -> tuple[Path, ...]:
 def _index(folder: Path, name: str) -> dict[str, str] | None:
     """Return the file of each tensor; None without an index, or if the library prefers the file ``name``.
 
-    Of a single file and an index beside it, diffusers takes the index, and transformers the file.
+    If a single file has an index beside it, diffusers takes the index, and transformers the file.
     """
     file = folder / f"{name}.index.json"
     if not file.is_file() or (name != NAME and (folder / name).is_file()):

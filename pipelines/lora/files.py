@@ -82,7 +82,7 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module, max_
     whole = by_parameter(differences, module, path)
     if not rest:
         return Layers(whole=whole)
-    config, has_scale = _config_of(rest, path), has_alpha(path)
+    config, has_scale = _config_of(rest, path), has_alpha(path) and not any(key.endswith(ALPHA) for key in rest)
     is_scaled = has_factors(rest)
     if is_scaled:
         rest = as_products(rest, _factor_scales(config) if config else None, max_bytes)
@@ -127,8 +127,8 @@ class _File:
     def read(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers:
         """Return pairs by layers of the module, from its own names, its makers' or those that a loader translates.
 
-        ``has_scale``: the header has a scale, which the loader knows of. Otherwise it comes last, because loaders may
-        leave out what the translation of weights does to rows.
+        ``has_scale``: the header has a scale, which the loader may know of. Otherwise it comes last, because loaders
+        may leave out what the translation of weights does to rows.
         """
         plain = without_adapter_name(tensors)
         if (own := self._from_own_names(plain, has_scale=has_scale)) is not None:
@@ -139,7 +139,14 @@ class _File:
                     return found
         if (makers := self._from_makers_names(plain, has_scale=has_scale)) is not None:
             return makers
-        layers = self._by_loader(plain)
+        try:
+            layers = self._by_loader(plain)
+        except ValueError:
+            if not has_scale:
+                raise
+            return self.read(tensors, has_scale=False)
+        if has_scale and not self._has_pairs(layers):
+            return self.read(tensors, has_scale=False)
         is_peft = self.config and _is_peft(plain)
         return replace(layers, config=for_all_layers(self.config, self.path)) if is_peft else layers
 

@@ -409,3 +409,25 @@ def test_pefts_lokr_and_loha_have_the_scale_of_their_configuration(
         save_file(tensors, file, metadata={LORA_ADAPTER_METADATA_KEY: json.dumps(written)})
         beside.unlink()
     check(added(small("flux"), file), expected)
+
+
+@pytest.mark.parametrize("spelling", ["A", "down"])
+@pytest.mark.parametrize(
+    ("model", "key", "name"),
+    [
+        ("krea", "blocks.0.attn.wk", "transformer_blocks.0.attn.to_k"),
+        ("wan", "blocks.0.self_attn.k", "blocks.0.attn1.to_k"),
+        ("klein", "transformer.transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_k"),
+        ("hunyuan", "transformer.transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_k"),
+    ],
+)
+def test_an_alpha_of_all_layers_in_a_header_hinders_nothing(
+    small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str, spelling: str
+) -> None:
+    """Loaders of these models read none, and some of them read no such names."""
+    alpha = 3.0 if spelling == "down" else None
+    tensors = pair(key, *plain(small(model))[f"{name}.weight"].shape, spelling=spelling, alpha=alpha)
+    file = tmp_path / "adapter.safetensors"
+    save_file(tensors, file, metadata={"alpha": "8"})
+    scale = 1.0 if alpha is None else alpha / RANK
+    check(added(small(model), file), {f"{name}.weight": product(tensors, key, scale)})
