@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
+from pipelines.lora import translation
 from pipelines.lora.source import LoraSource
 from pipelines.run import load_pipeline
 from tests.pipelines.lora.support.keys import RANK, Tensors, added, check, pair, plain, product, written
@@ -250,6 +252,17 @@ def test_kronecker_products_have_their_scale(
     rows, columns = plain(small(model))[f"{name}.weight"].shape
     tensors, expected = kronecker(key, rows, columns, kind, alpha=3.0)
     check(added(small(model), written(tensors, tmp_path)), {f"{name}.weight": expected})
+
+
+def test_kronecker_products_are_written_to_no_file(
+    small: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They may take a thousand times the memory of their factors. Trainers' headers say nothing about them."""
+    key, name = "lora_unet_double_blocks_0_img_attn_proj", "transformer_blocks.0.attn.to_out.0.weight"
+    tensors, expected = kronecker(key, *plain(small("flux"))[name].shape, "w1 w2", alpha=3.0)
+    save_file(tensors, tmp_path / "adapter.safetensors", metadata={"ss_network_dim": "2"})
+    monkeypatch.setattr(translation, "save_file", Mock(side_effect=AssertionError("products are written")))
+    check(added(small("flux"), tmp_path / "adapter.safetensors"), {name: expected})
 
 
 @pytest.mark.parametrize(("model", "key", "name"), OWN_OR_MAKERS)
