@@ -6,6 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,11 @@ def _checked(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 def _by_pattern(patterns: Mapping[str, Any], layer: str, otherwise: Any) -> Any:
     """Return the value of the first pattern that matches: an end of the name, or a regular expression."""
     for pattern, value in patterns.items():
-        if re.match(rf"(.*\.)?({pattern})$", layer):
+        if _end_of_name(pattern).match(layer):
             return value
     return otherwise
+
+
+@lru_cache(maxsize=2**14)  # files have a pattern for each of a thousand layers, and Python keeps 512
+def _end_of_name(pattern: str) -> re.Pattern[str]:
+    return re.compile(rf"(.*\.)?({pattern})$")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import SHIPPED, resolve_file
+from pipelines.lora.adapter_config import alpha_of
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
 from pipelines.preconditions import adapter_problems
 from pipelines.run import load_pipeline
@@ -187,3 +190,12 @@ def test_a_shipped_checkpoint_is_a_folder_of_adapters(tmp_path: Path, monkeypatc
     own.parent.mkdir(parents=True)
     own.touch()
     assert resolve_file(name, file, ADAPTER_FILES).resolve() == own
+
+
+def test_each_pattern_of_layers_is_compiled_once() -> None:
+    """PEFT writes one for each layer of another alpha, more than Python's ``re`` keeps."""
+    layers = [f"transformer_blocks.{number}.attn.to_q" for number in range(600)]
+    config = {"alpha_pattern": {layer: number for number, layer in enumerate(layers)}}
+    with patch.object(re._compiler, "compile", wraps=re._compiler.compile) as compiled:
+        assert [alpha_of(config, layer, 4) for layer in layers[-3:]] == [597, 598, 599]
+    assert compiled.call_count <= len(layers)
