@@ -196,6 +196,7 @@ def test_each_pattern_of_layers_is_compiled_once() -> None:
     """PEFT writes one for each layer of another alpha, more than Python's ``re`` keeps."""
     layers = [f"transformer_blocks.{number}.attn.to_q" for number in range(600)]
     config = {"alpha_pattern": {layer: number for number, layer in enumerate(layers)}}
-    with patch.object(re._compiler, "compile", wraps=re._compiler.compile) as compiled:
+    compiler: Any = vars(re)["_compiler"]
+    with patch.object(compiler, "compile", wraps=compiler.compile) as compiled:
         assert [alpha_of(config, layer, 4) for layer in layers[-3:]] == [597, 598, 599]
     assert compiled.call_count <= len(layers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -259,7 +260,8 @@ def test_kronecker_products_are_written_to_no_file(
 ) -> None:
     """They may take a thousand times the memory of their factors. Trainers' headers say nothing about them."""
     key, name = "lora_unet_double_blocks_0_img_attn_proj", "transformer_blocks.0.attn.to_out.0.weight"
-    tensors, expected = kronecker(key, *plain(small("flux"))[name].shape, "w1 w2", alpha=3.0)
+    rows, columns = plain(small("flux"))[name].shape
+    tensors, expected = kronecker(key, rows, columns, "w1 w2", alpha=3.0)
     save_file(tensors, tmp_path / "adapter.safetensors", metadata={"ss_network_dim": "2"})
     monkeypatch.setattr(translation, "save_file", Mock(side_effect=AssertionError("products are written")))
     check(added(small("flux"), tmp_path / "adapter.safetensors"), {name: expected})
@@ -406,20 +408,20 @@ def test_pefts_lokr_and_loha_have_the_scale_of_their_configuration(
     small: Callable[[str], Path], tmp_path: Path, kind: type[LoKrConfig | LoHaConfig], place: str
 ) -> None:
     """PEFT's own sum is the reference. Files of diffusers have the configuration in the header."""
-    module = next(iter(Checkpoint(small("flux")).denoiser().modules.values()))
+    module: Any = next(iter(Checkpoint(small("flux")).denoiser().modules.values()))
     names = [f"transformer_blocks.0.attn.to_{end}" for end in "qk"]
     config = kind(
         r=RANK, alpha=3, target_modules=names, init_weights=False, rank_pattern={names[1]: 4}, alpha_pattern={"to_k": 5}
     )
     model = get_peft_model(module, config)
     expected = {f"{name}.weight": module.get_submodule(name).get_delta_weight("default") for name in names}
-    model.save_pretrained(tmp_path)
+    model.save_pretrained(str(tmp_path))
     file, beside = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"
     if place != "beside":
         part = "transformer." if place == "part's header" else ""
-        written = {f"{part}{key}": value for key, value in json.loads(beside.read_text()).items()}
+        settings = {f"{part}{key}": value for key, value in json.loads(beside.read_text()).items()}
         tensors = {key.replace("base_model.model.", part): x for key, x in load_file(file).items()}
-        save_file(tensors, file, metadata={LORA_ADAPTER_METADATA_KEY: json.dumps(written)})
+        save_file(tensors, file, metadata={LORA_ADAPTER_METADATA_KEY: json.dumps(settings)})
         beside.unlink()
     check(added(small("flux"), file), expected)
 

@@ -218,7 +218,7 @@ def with_factors(rows: int, **config: object) -> Callable[[Path], object]:
     """Write LoKr as PEFT does, of four layers: two factors of ``rows`` values for a square matrix."""
 
     def write(path: Path) -> None:
-        tensors = {}
+        tensors: dict[str, torch.Tensor] = {}
         for number in range(4):
             layer = f"base_model.model.transformer_blocks.{number}.attn.to_q"
             tensors |= {f"{layer}.lokr_w1": torch.ones(rows, 1), f"{layer}.lokr_w2": torch.ones(1, rows)}
