@@ -30,6 +30,8 @@ ENCODER_NAME = "model.safetensors"
 """The file's name in transformers."""
 VARIANT = re.compile(r"(?:diffusion_pytorch_model|model)\.(\w+?)(?:-\d+-of-\d+)?\.safetensors")
 """Names of files of a variant, one or several, in diffusers and transformers."""
+PICKLED = re.compile(r"(?:diffusion_pytorch_model|pytorch_model)(?:-\d+-of-\d+)?\.bin")
+"""Names of files without a variant in PyTorch's own format."""
 PATH = "pretrained_model_name_or_path"
 FAST_DEVICES = ("cuda",)
 """Kinds of devices to which ``gpu_weights`` reads faster than transformers. CPUs use the mapped files themselves."""
@@ -95,7 +97,7 @@ def _load(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype, set
 
 def variant_of(folder: Path) -> str | None:
     """Return the variant ("fp16") of a part's weights if there are no others. ValueError if there are several."""
-    if _files(folder):
+    if _files(folder) or any(PICKLED.fullmatch(file.name) for file in folder.glob("*.bin")):
         return None
     found = {match[1] for file in folder.glob("*.safetensors") if (match := VARIANT.fullmatch(file.name))}
     if len(found) > 1:

@@ -229,3 +229,15 @@ def test_a_variant_is_read_if_there_is_nothing_else(base: Path, tmp_path: Path, 
     shutil.copy(next((folder / part).glob("*fp16*.safetensors")), folder / part / f"{file.stem}.bf16.safetensors")
     with pytest.raises(ValueError, match="has weights of the variants bf16, fp16: keep one of them"):
         load(part, folder)
+
+
+@pytest.mark.parametrize(("part", "name"), [("vae", "diffusion_pytorch_model"), ("text_encoder", "pytorch_model")])
+def test_files_of_pytorch_without_a_variant_precede_a_variant(base: Path, tmp_path: Path, part: str, name: str) -> None:
+    folder = shutil.copytree(base, tmp_path / "model")
+    (file,) = (folder / part).glob("*.safetensors")
+    whole = load_file(file)
+    in_half_precision(file, file.stem, 0.5)
+    file.unlink()
+    torch.save(whole, folder / part / f"{name}.bin")
+    read = getattr(LOAD[part](Checkpoint(folder, "cpu", torch.float32))._pipeline, part).state_dict()
+    assert all(torch.equal(read[key], x) for key, x in whole.items())
