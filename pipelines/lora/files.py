@@ -169,6 +169,8 @@ class _File:
         config = {_bare(key): value for key, value in self.config.items()}
         if not _is_peft(tensors) and (has_scale or config.get("alpha_pattern")):
             return None  # patterns in a header are of names that diffusers' loader makes
+        if by_own_names(tensors, self.module) is not None:
+            return None  # the translation of weights may change the order of rows under names that both have
         found = by_weights(tensors, self.module, partial(alpha_of, config) if config else None)
         return None if found is None else Layers(tensors=found.tensors, alphas=found.alphas)
 

@@ -22,7 +22,7 @@ from pipelines.lora import translation
 from pipelines.lora.source import LoraSource
 from pipelines.run import load_pipeline
 from tests.pipelines.lora.support.keys import RANK, Tensors, added, check, pair, plain, product, written
-from tests.pipelines.lora.support.tiny_lora import reference, request_of, write_lora
+from tests.pipelines.lora.support.tiny_lora import adapted, reference, request_of, write_lora
 
 TOLERANCE = 1e-4
 SPELLINGS = {
@@ -311,6 +311,15 @@ def test_own_names_are_not_translated(small: Callable[[str], Path], tmp_path: Pa
     expected = {f"{name}.weight": product(tensors, prefix + name), f"{other}.weight": torch.randn(shape)}
     tensors[f"{prefix}{other}.diff"] = expected[f"{other}.weight"]
     check(added(small("minimax"), written(tensors, tmp_path)), expected)
+
+
+def test_names_in_a_file_of_diffusers_are_not_translated(small: Callable[[str], Path], tmp_path: Path) -> None:
+    """Its header has a configuration. PEFT says what the adapter adds to each layer."""
+    folder = small("minimax")
+    layers = [pair for pair in adapted(folder, seed=1).named_modules() if hasattr(pair[1], "get_delta_weight")]
+    expected = {f"{name}.weight": layer.get_delta_weight("default").detach() for name, layer in layers}
+    found = added(folder, write_lora(folder, tmp_path / "adapter", seed=1))
+    check({name: x for name, x in found.items() if name in expected}, expected)
 
 
 @pytest.mark.parametrize(
