@@ -107,12 +107,12 @@ Products: TypeAlias = Sequence[tuple[float, LowRank]]
 
 
 class Kind(NamedTuple):
-    """What sums of one launch have in common."""
+    """Properties that all sums of one launch share."""
 
     weight: torch.dtype
-    """Of the weights."""
+    """Dtype of the weights."""
     factor: torch.dtype
-    """Of the products' factors."""
+    """Dtype of the products' factors."""
     is_single: bool
     """Whether each weight has one product."""
     each: int
@@ -132,7 +132,7 @@ class WeightSum:
 
     @property
     def kind(self) -> Kind:
-        """What chooses the kernel. No share of a weight has another ``is_single`` or dtype than the whole one."""
+        """Key that chooses the kernel. No share of a weight has another ``is_single`` or dtype than the whole one."""
         base_NK, out_NK = self.base_NK, self.out_NK
         sizes = base_NK.shape[1] | base_NK.stride(0) | out_NK.stride(0)
         is_aligned = sizes % EACH == 0 and (base_NK.data_ptr() | out_NK.data_ptr()) % ALIGNMENT == 0

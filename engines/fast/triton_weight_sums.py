@@ -20,7 +20,7 @@ from engines.fast.records import MAX_SUMS, Kind, WeightSum
 
 
 class Tile(NamedTuple):
-    """What one program computes, and how."""
+    """Size of the part of a weight that one program computes, and its settings."""
 
     rows: int
     columns: int

@@ -35,7 +35,7 @@ NUM_BUFFERS = 2
 BUCKET_BYTES = 2**28
 """Exchanged at a time."""
 NUM_SHARES = 3
-"""Of one rank: one is exchanged while the next are read. Memory beside the weights: a bucket and these shares of it."""
+"""Shares of one rank in flight: one is exchanged while the next are read. They and a bucket are beside the weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a file says of its scales beside the tensors: PEFT's configuration, in a file of its own or in the header."""
+"""Scales of an adapter beside its tensors: PEFT's configuration, in a file of its own or in the header."""
 
 from __future__ import annotations
 

@@ -200,7 +200,7 @@ class Simulation:
     sizes_gib: Sequence[float]
     jobs: Sequence[Job]
     working_gib: Sequence[float] = ()
-    """What each model's work takes beside its size; empty: nothing."""
+    """Memory of each model's work beside its size; empty: none."""
     tick_s: float = 0.05
     first: str | None = None
     """The model that is awake at the begin."""

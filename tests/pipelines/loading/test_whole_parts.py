@@ -213,7 +213,7 @@ def in_shards(file: Path, stem: str, change: float) -> Tensors:
 @pytest.mark.parametrize("write", [in_half_precision, in_shards])
 @pytest.mark.parametrize("part", LOAD)
 def test_a_variant_is_read_if_there_is_nothing_else(base: Path, tmp_path: Path, part: str, write: Any) -> None:
-    """As ``hf download --include '*fp16*'`` leaves a repository; with all files, those without a variant are read."""
+    """``hf download --include '*fp16*'`` leaves such a repository. With all files, those without a variant are read."""
     folder = shutil.copytree(base, tmp_path / "model")
     (file,) = (folder / part).glob("*.safetensors")
     whole, halves = load_file(file), write(file, file.stem, 0.5)
