@@ -258,20 +258,29 @@ class NormedConv(nn.Module):
         return _convolve(self.conv, frames_BFHWC)
 
 
-class CausalResnet(nn.Module):
-    """A residual block with the weights of ``block``."""
+class ClipResnet(nn.Module):
+    """A residual block with the weights of ``block``, but for its two convolutions."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
-        self.conv1, self.conv2 = NormedConv(block.norm1, block.conv1), NormedConv(block.norm2, block.conv2)
         self.conv_shortcut = None if isinstance(block.conv_shortcut, nn.Identity) else block.conv_shortcut
+
+    def _shortcut(self, x_BFHWC: Tensor) -> Tensor:
+        return x_BFHWC if self.conv_shortcut is None else _pointwise(self.conv_shortcut, x_BFHWC)
+
+
+class CausalResnet(ClipResnet):
+    """A residual block for any number of frames."""
+
+    def __init__(self, block: Any) -> None:
+        super().__init__(block)
+        self.conv1, self.conv2 = NormedConv(block.norm1, block.conv1), NormedConv(block.norm2, block.conv2)
 
     def forward(self, x_BCFHW: Tensor, feat_cache: Any, feat_idx: list[int]) -> Tensor:
         x_BFHWC = channels_last(x_BCFHW)
         inner_BFHWC = self.conv1(x_BFHWC, None, feat_cache, feat_idx)
         inner_BFHWC = self.conv2(inner_BFHWC, self.conv1.conv.bias, feat_cache, feat_idx)
-        residual_BFHWC = x_BFHWC if self.conv_shortcut is None else _pointwise(self.conv_shortcut, x_BFHWC)
-        return channels_first(add_residual(inner_BFHWC, self.conv2.conv.bias, residual_BFHWC))
+        return channels_first(add_residual(inner_BFHWC, self.conv2.conv.bias, self._shortcut(x_BFHWC)))
 
 
 class PairedConv(nn.Module):
@@ -308,13 +317,12 @@ class PairedConv(nn.Module):
         return _convolve_frames(x_NHWC, self.weight.chunk(4)[number], padding)
 
 
-class PairedResnet(nn.Module):
-    """A residual block with the weights of ``block``, for an even number of frames after a clip's first one."""
+class PairedResnet(ClipResnet):
+    """A residual block for an even number of frames after a clip's first one."""
 
     def __init__(self, block: Any) -> None:
-        super().__init__()
+        super().__init__(block)
         self.conv1, self.conv2 = PairedConv(block.norm1, block.conv1), PairedConv(block.norm2, block.conv2)
-        self.conv_shortcut = None if isinstance(block.conv_shortcut, nn.Identity) else block.conv_shortcut
 
     def forward(self, x_BCFHW: Tensor, feat_cache: Any, feat_idx: list[int]) -> Tensor:
         x_BFHWC, index = channels_last(x_BCFHW), feat_idx[0]
@@ -329,9 +337,6 @@ class PairedResnet(nn.Module):
         products = self.conv2(inputs_4NHWC)
         del inputs_4NHWC
         return channels_first(merge_frames(products, self.conv2.bias, self._shortcut(x_BFHWC)))
-
-    def _shortcut(self, x_BFHWC: Tensor) -> Tensor:
-        return x_BFHWC if self.conv_shortcut is None else _pointwise(self.conv_shortcut, x_BFHWC)
 
 
 def _pointwise(conv: Any, x_BFHWC: Tensor) -> Tensor:
