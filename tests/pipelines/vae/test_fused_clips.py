@@ -25,7 +25,7 @@ from tests.pipelines.vae.support.vaes import RESIDUAL, SIZES, VAES, copies, deci
 
 NUM_LATENT_FRAMES = 5
 NUM_ROWS = 31
-"""Of latents: enough that a band is cut on both of its sides."""
+"""Rows of latents: enough that a band is cut on both of its sides."""
 NAMES = tuple(VAES)
 
 
@@ -258,7 +258,7 @@ def test_a_prepared_decoder_makes_the_frames_of_the_plain_one(tiny_wan: Path) ->
 def test_kernels_of_a_fused_decoder_are_compiled_by_a_small_clip(
     make: Callable[[Path], Path], compiled: bool, num_calls: int, tmp_path: Path
 ) -> None:
-    """Of its first latent frame, and of those with one frame and with two before them, which run other kernels."""
+    """Its first latent frame, and those with one frame and with two before them, run different kernels."""
     decoder, calls = Checkpoint(make(tmp_path)).decoder(compiled=compiled), list[Any]()
     decoder._pipeline.vae.decoder.register_forward_hook(lambda *call: calls.append(call))
     decoder.warm_kernels()
