@@ -111,6 +111,7 @@ def test_a_process_that_cannot_start_is_not_started_all_the_time(
 
 def test_one_whose_folder_was_cleaned_away_is_started_again(backend: Backend) -> None:
     with served(backend) as address, doored(address) as (door, client):
+        wait_until(lambda: bool(door._ask("show info")), "it has made all its files in the folder")
         shutil.rmtree(door._wiring.folder)
         with suppress(ProcessLookupError):  # it may have ended with its folder
             os.kill(door.pid, signal.SIGKILL)
