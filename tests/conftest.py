@@ -79,6 +79,7 @@ def ray_cluster() -> Iterator[None]:
         ExitStack() as stack,
     ):
         patch.setenv("TROUPE_DATA_DIR", f"{temp_dir}/data")  # workers inherit the environment of this moment
+        patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # its 30 are too few on a very busy machine
         for name, value in {**SERVE_ENVIRONMENT, **LOCAL_ENVIRONMENT}.items():
             patch.setenv(name, value)
         stack.enter_context(forking_cluster())

@@ -28,6 +28,7 @@ from deployments.worker_shim import DIRECTORY_VARIABLE, WARM, level_of, node_fol
 from deployments.zygote import LIBRARIES, keep_bytecode, libraries_of
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
+from tests.support.processes import cmdline
 
 TELL = """
 import json, os, random, resource, signal, sys
@@ -78,8 +79,8 @@ def told(process: subprocess.Popen[str]) -> dict[str, object]:
 
 def zygotes(directory: str) -> list[psutil.Process]:
     """Those of both levels: the first and its fork."""
-    (first,) = [one for one in psutil.Process().children() if directory in one.cmdline()]
-    return [first, *(one for one in first.children() if directory in one.cmdline())]
+    (first,) = [one for one in psutil.Process().children() if directory in cmdline(one)]
+    return [first, *(one for one in first.children() if directory in cmdline(one))]
 
 
 def with_environment(**variables: str) -> Mapping[str, str]:
@@ -407,14 +408,6 @@ def test_a_node_s_zygotes_start_ahead_of_its_workers_and_end_with_its_raylet(
     wait_until(lambda: not any(one.is_running() for one in (*found, worker)), "they end, and a worker that is left")
     wait_until(lambda: not folder.exists(), "no folder is left")
     end_of(shim)
-
-
-def cmdline(process: psutil.Process) -> list[str]:
-    try:
-        words: list[str] = process.cmdline()
-    except psutil.Error:
-        return []
-    return words
 
 
 @pytest.mark.parametrize("raylet", ["", "raylet", NO_PID])

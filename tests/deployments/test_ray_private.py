@@ -48,6 +48,7 @@ from deployments.ray_private import (
 )
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
+from tests.support.processes import cmdline
 
 NAME = "private"
 NUM_CALLS = 20
@@ -160,20 +161,12 @@ def test_a_controller_that_was_restarted_answers(caller: DeploymentHandle[Any]) 
 
 def controllers() -> set[int]:
     processes = psutil.Process().children(recursive=True)
-    return {one.pid for one in processes if "ServeController" in command_of(one)}
+    return {one.pid for one in processes if "ServeController" in " ".join(cmdline(one))}
 
 
 def ray_commands() -> str:
     """The command lines of the processes that ``ray.init`` started."""
-    return "\n".join(command_of(one) for one in psutil.Process().children())
-
-
-def command_of(process: psutil.Process) -> str:
-    """The command line; empty for a process that has ended."""
-    try:
-        return " ".join(process.cmdline())
-    except psutil.Error:
-        return ""
+    return "\n".join(" ".join(cmdline(one)) for one in psutil.Process().children())
 
 
 def test_a_cluster_has_its_files_and_settings(ray_cluster: None) -> None:

@@ -9,6 +9,7 @@ import psutil
 
 from tests.deployments.support.live import wait_until
 from tests.support.listening import CLUSTER, ONE_MACHINE, Listening, differences, listening, rows
+from tests.support.processes import cmdline
 
 OF_THE_APPLICATION = ("gcs_server", "raylet", "haproxy")
 ZYGOTE = "deployments.zygote"
@@ -21,7 +22,7 @@ def processes() -> list[psutil.Process]:
 
 
 def is_root(process: psutil.Process) -> bool:
-    return process.name() in OF_THE_APPLICATION or ZYGOTE in process.cmdline()
+    return process.name() in OF_THE_APPLICATION or ZYGOTE in cmdline(process)
 
 
 def test_what_listens_in_a_cluster_is_in_the_table(url: str) -> None:

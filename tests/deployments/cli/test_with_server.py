@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import av
@@ -27,6 +27,7 @@ from tests.deployments.support.commands import (
 from tests.deployments.support.live import PROMPT, TIMEOUT_S, config_of, wait_until
 from tests.support.listening import ONE_MACHINE, differences, listening, rows
 from tests.support.ports import own_port
+from tests.support.processes import cmdline
 
 pytestmark = pytest.mark.ray
 
@@ -107,9 +108,7 @@ def test_a_server_ends_while_a_process_hangs(clips: Path, victim: str) -> None:
 
 def name_of(process: psutil.Process) -> str:
     """The title without folders; empty if the process has ended."""
-    with suppress(psutil.Error):
-        return str((process.cmdline() or [""])[0]).rpartition("/")[2].strip()
-    return ""
+    return (cmdline(process) or [""])[0].rpartition("/")[2].strip()
 
 
 def test_a_clip_beside_proxies(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from deployments.cli.serving import parse_config, running
 from deployments.config import ServeConfig
 from tests.engines.gang.support.helpers import num_placement_groups
 from tests.support.patience import PATIENCE_S
+from tests.support.processes import cmdline
 
 T = TypeVar("T")
 TIMEOUT_S = 2 * PATIENCE_S
@@ -173,11 +174,7 @@ def replica_pid(deployment: str) -> int:
 
 def title_of(process: psutil.Process) -> str:
     """What a process calls itself; empty for one that has ended, or is about to."""
-    try:
-        words: list[str] = process.cmdline()
-        return (words or [""])[0]
-    except psutil.Error:
-        return ""
+    return (cmdline(process) or [""])[0]
 
 
 def log_lines(message: str, logs: Path | None = None) -> list[dict[str, Any]]:

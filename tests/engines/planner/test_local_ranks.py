@@ -10,6 +10,7 @@ import pytest
 
 from engines.planner.measure import local_ranks
 from tests.support.patience import PATIENCE_S
+from tests.support.processes import cmdline
 
 
 def sends_its_arguments(rank: int, answer: Connection, *args: object) -> None:
@@ -32,14 +33,7 @@ def hangs(rank: int, answer: Connection) -> None:
 
 
 def spawned() -> list[psutil.Process]:
-    return [child for child in psutil.Process().children(recursive=True) if is_spawned(child)]
-
-
-def is_spawned(process: psutil.Process) -> bool:
-    try:
-        return "spawn_main" in " ".join(process.cmdline())
-    except psutil.Error:  # it has just ended
-        return False
+    return [child for child in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(cmdline(child))]
 
 
 @pytest.mark.slow

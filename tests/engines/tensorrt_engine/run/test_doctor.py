@@ -11,6 +11,7 @@ import torch
 
 from engines.tensorrt_engine.run.doctor import MakeModel, Proof, doctor, on_ranks
 from engines.tensorrt_engine.run.runtime import EngineRejectedError
+from tests.support.processes import cmdline
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a device")
@@ -43,6 +44,4 @@ def test_doctor_says_what_a_rank_died_of_and_leaves_no_other_waiting() -> None:
     (proof,) = on_ranks(dies, 2, None)
     assert proof.result == "failed"
     assert proof.detail.endswith("EngineRejectedError: out of device memory")
-    assert not [
-        child for child in psutil.Process().children(recursive=True) if "spawn_main" in " ".join(child.cmdline())
-    ]
+    assert not any("spawn_main" in " ".join(cmdline(one)) for one in psutil.Process().children(recursive=True))
