@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from engines.core.torch_private import tree_leaves
 from engines.parallel.weight_files import NAME, files_of, first_not_finite, metadata_of, tensor_files, tensor_names
 from engines.quantization.scaled_files import dequantised, find_scales
-from pipelines.directory import gguf_in, quantiser_of
+from pipelines.directory import gguf_in, open_gguf, quantiser_of
 from pipelines.gpu_weights import FileTensors
 
 ENCODER_NAME = "model.safetensors"
@@ -38,6 +38,17 @@ FAST_DEVICES = ("cuda",)
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 """Variable with which transformers loads on the calling thread."""
 NUM_SHOWN = 5
+GGUF_ARCHITECTURES: Mapping[str, tuple[str, ...]] = {
+    "t5": ("t5", "t5encoder"),
+    "umt5": ("t5", "t5encoder"),
+    **{kind: (kind,) for kind in ("llama", "qwen2", "qwen3", "gemma2")},
+    "gemma3_text": ("gemma3",),
+}
+"""Architectures of GGUF files that transformers reads, by the type of its configuration."""
+KEY_VALUE_HEADS = "llama.attention.head_count_kv"
+"""Key in a GGUF file's header. Transformers restores the order of rows that llama.cpp has permuted only with it."""
+UNUSED_IN_GGUF = re.compile(r"^(rope_freqs|output|dec\..*)\.weight$")
+"""Tensors of a GGUF file that an encoder may go without: recomputed values, the head, and the decoder."""
 READS = (Tensor.item, Tensor.__float__, Tensor.tolist)
 """Methods with which a translation reads a tensor, such as an alpha, as a number."""
 
@@ -86,13 +97,37 @@ def _load(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype, set
     if (tensors := _dequantised(folder, dtype)) is not None:
         return _from_tensors(kind, folder, tensors, place[PATH], settings)
     if (file := gguf_in(folder)) is not None:
-        config = kind.config_class.from_pretrained(str(folder))
-        return kind.from_pretrained(str(folder), gguf_file=file.name, config=config, **settings)
+        return _from_gguf(kind, file, settings)
     settings |= {"ignore_mismatched_sizes": True}  # they are in the report
     if is_read_here(kind, folder, device, place):
         files = FileTensors(files_of(folder, ENCODER_NAME), device)
         return _from_tensors(kind, folder, files.lazy(), place[PATH], settings)
     return kind.from_pretrained(place.pop(PATH), **place, **settings)
+
+
+def _from_gguf(kind: Any, file: Path, settings: Mapping[str, Any]) -> Any:
+    """Return transformers' model with the tensors of ``file``, and its report.
+
+    ValueError for an architecture that transformers does not read into a ``kind``, and for tensors that it drops.
+    """
+    from transformers.modeling_gguf_pytorch_utils import TensorProcessor, get_gguf_hf_weights_map
+
+    config = kind.config_class.from_pretrained(str(file.parent))
+    reader = open_gguf(file)
+    architecture = reader.get_field("general.architecture").contents()
+    known = GGUF_ARCHITECTURES.get(config.model_type, ())
+    if architecture not in known:
+        readable = f"GGUF files of {' or '.join(known)}" if known else "no GGUF file"
+        raise ValueError(
+            f"{file} is of {architecture}, and a {kind.__name__} is read from {readable}: take safetensors"
+        )
+    if architecture == "llama" and KEY_VALUE_HEADS not in reader.fields:
+        raise ValueError(f"{file} has no {KEY_VALUE_HEADS}, without which rows stay permuted: convert the model again")
+    model, report = kind.from_pretrained(str(file.parent), gguf_file=file.name, config=config, **settings)
+    unread = {tensor.name for tensor in reader.tensors} - get_gguf_hf_weights_map(model, TensorProcessor()).keys()
+    unread = {name for name in unread if not UNUSED_IN_GGUF.search(name)}
+    check_complete(file, kind.__name__, missing=(), unread=unread)
+    return model, report
 
 
 def variant_of(folder: Path) -> str | None:
@@ -186,7 +221,8 @@ def _names_of_present_modules(model: Any, names: Iterable[str]) -> list[str]:
     """
     modules = {name for name, _ in model.named_modules()}
     base = getattr(model, "base_model_prefix", "")
-    return [name for name in names if _deepest_module(name, modules) not in ("", base)]
+    of_whole = f"{base}." if base and base not in modules else ""  # files of whole models are read into their base
+    return [name for name in names if _deepest_module(name.removeprefix(of_whole), modules) not in ("", base)]
 
 
 def _deepest_module(name: str, modules: Collection[str]) -> str:

@@ -121,6 +121,17 @@ def check_package(file: Path) -> None:
         raise ValueError(f"{file} needs the package gguf: pip install '.[gguf]'")
 
 
+def open_gguf(file: Path) -> Any:
+    """Return the reader of a GGUF file. ValueError for a damaged file, or if the package that reads it is missing."""
+    check_package(file)
+    from gguf import GGUFReader
+
+    try:
+        return GGUFReader(file)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{file} is no GGUF file, or not the whole of one ({error})") from error
+
+
 def gguf_in(folder: Path) -> Path | None:
     """Return the GGUF file that holds a part's weights; None if there are safetensors files, or no such file.
 

@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.directory import GGUF, PACKAGES, QUANTIZATION, check_package, unknown_quantiser
+from pipelines.directory import GGUF, PACKAGES, QUANTIZATION, check_package, open_gguf, unknown_quantiser
 
 if TYPE_CHECKING:
     import torch
@@ -239,13 +239,9 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     import torch
     from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFParameter, dequantize_gguf_tensor
 
-    check_package(file)
-    from gguf import GGMLQuantizationType, GGUFReader
+    reader = open_gguf(file)
+    from gguf import GGMLQuantizationType
 
-    try:
-        reader = GGUFReader(file)
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{file} is no GGUF file, or not the whole of one ({error})") from error
     for written in reader.tensors:
         kind, tensor = written.tensor_type, torch.from_numpy(written.data.copy())
         if kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
