@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.directory import GGUF, PACKAGES, QUANTIZATION, check_package, open_gguf, unknown_quantiser
+from pipelines.directory import GGUF, OWN_CLASS, PACKAGES, QUANTIZATION, check_package, open_gguf, unknown_quantiser
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +44,15 @@ OPEN_CLIP = ".model."
 UNUSED_OF_PARTS = re.compile(r"(position_ids|logit_scale)$|^first_stage_model\.(model_ema|loss)\b")
 OTHER_PARTS = re.compile(
     r"^(vae|audio_vae|vocoder|text_encoders?|text_embedding_projection|first_stage_model|conditioner)\."
+    r"|^(?:model\.diffusion_model\.)?(\w+_embeddings_connector)\."
 )
 PREDICTS_VELOCITY, ENDS_IN_NOISE = "v_pred", "ztsnr"
 """Keys without values by which files of U-Nets say how they were trained."""
+TRAINING = re.compile(r"^(v_pred|ztsnr|edm_(mean|std|vpred\.sigma_(min|max)))$")
+CONTINUOUS_NOISE = frozenset(("edm_mean", "edm_vpred.sigma_max"))
+"""The same for noise without steps (Playground 2.5, CosXL), which diffusers' classes ``EDM…`` schedule."""
+PREDICTION_KEYS, VELOCITY = ("modelspec.prediction_type", "modelspec.predict_key"), "v"
+"""The same in headers that kohya's scripts and ComfyUI write."""
 
 
 def with_base(file: str, base: str) -> str:
@@ -132,16 +138,27 @@ def has_part(file: Path, name: str) -> bool:
 def warn_of_parts(file: Path, base: Path, read: Iterable[str] = ()) -> None:
     """Log the parts in ``file``, by prefixes of keys, that come from ``base`` instead, but for those of ``read``."""
     own = tuple(PART_PREFIXES[name] for name in read)
-    names = (key for key in _names_in(file) if not key.startswith(own)) if file.suffix != GGUF else ()
-    if others := sorted({found[1] for key in names if (found := OTHER_PARTS.match(key))}):
-        logger.warning("%s also has %s, which are not read: these parts are those of %s", file, ", ".join(others), base)
+    names = [key for key in _names_in(file) if not key.startswith(own)] if file.suffix != GGUF else []
+    others = {found[1] or found[2] for key in names if (found := OTHER_PARTS.match(key))}
+    if any(key.startswith(OWN) for key in names):
+        others |= {key.partition(".")[0] for key in names} - {OWN.partition(".")[0], "model_ema"}
+    if others:
+        told = ", ".join(sorted(others))
+        logger.warning("%s also has %s, which are not read: these parts are those of %s", file, told, base)
 
 
 def check_training(file: Path, scheduler: Mapping[str, Any]) -> None:
     """Raise ValueError if the U-Net in ``file`` was trained for another scheduler than the base's configuration."""
-    names = () if file.suffix == GGUF else _names_in(file)
-    needed: dict[str, Any] = {"prediction_type": "v_prediction"} if PREDICTS_VELOCITY in names else {}
+    if file.suffix == GGUF:
+        return
+    from engines.parallel.weight_files import metadata_of
+
+    names, header = _names_in(file), metadata_of(file)
+    predicts_velocity = PREDICTS_VELOCITY in names or any(header.get(key) == VELOCITY for key in PREDICTION_KEYS)
+    needed: dict[str, Any] = {"prediction_type": "v_prediction"} if predicts_velocity else {}
     needed |= {"rescale_betas_zero_snr": True} if ENDS_IN_NOISE in names else {}
+    if names & CONTINUOUS_NOISE and not str(scheduler.get(OWN_CLASS)).startswith("EDM"):
+        needed |= {OWN_CLASS: "EDMEulerScheduler"}
     if wrong := {key: value for key, value in needed.items() if scheduler.get(key) != value}:
         raise ValueError(
             f"{file} was trained with {wrong}, and the scheduler of its base was not: take a base whose "
@@ -227,8 +244,7 @@ def _read_file(file: Path, dtype: torch.dtype, prefix: str = "") -> dict[str, Te
 
 def _of_transformer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(OWN)}
-    said = (PREDICTS_VELOCITY, ENDS_IN_NOISE)
-    return own or {name: x for name, x in tensors.items() if not OTHER_PARTS.match(name) and name not in said}
+    return own or {name: x for name, x in tensors.items() if not (OTHER_PARTS.match(name) or TRAINING.match(name))}
 
 
 def _read_gguf(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:

@@ -304,7 +304,12 @@ class OpenedPipeline:
         folder = part_folder(self.path, name)
         if name == U_NET:
             check_training(file, read_config(self.path, "scheduler"))
-        warn_of_parts(file, self.path, PART_PREFIXES if name == U_NET else ())
+        read = (
+            [one for one in PART_PREFIXES if part_class(self.path, one) and has_part(file, one)]
+            if name == U_NET
+            else ()
+        )
+        warn_of_parts(file, self.path, read)
         kind, device = self.part_class(name), self._loading_device(stays)
         return self._placed(load_single_file(kind, file, folder, device, self.dtype), stays)
 

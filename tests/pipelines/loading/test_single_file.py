@@ -17,7 +17,7 @@ from torch import Tensor
 
 from deployments.model_config import ModelConfig
 from pipelines.checkpoint import Checkpoint
-from pipelines.single_file import PART_PREFIXES, load_single_file, split_source
+from pipelines.single_file import OWN, PART_PREFIXES, load_single_file, split_source
 from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_unknown, tiny_video
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -276,15 +276,27 @@ def test_parts_that_are_not_whole_are_refused(
         checkpoint.decoder()._pipeline if part == "vae" else checkpoint.text_encoder()._pipeline
 
 
+VELOCITY, EDM = {"prediction_type": "v_prediction"}, {"_class_name": "EDMEulerScheduler"}
+
+
 @pytest.mark.parametrize(
-    ("key", "settings"), [("v_pred", {"prediction_type": "v_prediction"}), ("ztsnr", {"rescale_betas_zero_snr": True})]
+    ("keys", "header", "settings"),
+    [
+        (["v_pred"], {}, VELOCITY),
+        (["ztsnr"], {}, {"rescale_betas_zero_snr": True}),
+        ([], {"modelspec.prediction_type": "v"}, VELOCITY),
+        ([], {"modelspec.predict_key": "v"}, VELOCITY),
+        (["edm_mean", "edm_std"], {}, EDM),
+        (["edm_vpred.sigma_max", "edm_vpred.sigma_min"], {}, EDM),
+    ],
 )
 def test_a_u_net_for_another_scheduler_is_refused(
-    folders: Callable[[Any], Path], tmp_path: Path, key: str, settings: dict[str, Any]
+    folders: Callable[[Any], Path], tmp_path: Path, keys: list[str], header: dict[str, str], settings: dict[str, Any]
 ) -> None:
-    """ComfyUI takes empty keys of these names for that training; with another scheduler the picture is noise."""
+    """ComfyUI and kohya's scripts say so how it was trained; with another scheduler the picture is noise."""
     base, file = folders(tiny_unknown.sdxl), tmp_path / "tuned.safetensors"
-    save_file(load_file(base / "unet" / "diffusion_pytorch_model.safetensors") | {key: torch.zeros(0)}, file)
+    own = load_file(base / "unet" / "diffusion_pytorch_model.safetensors")
+    save_file(own | {key: torch.zeros(0) for key in keys}, file, header)
     with pytest.raises(ValueError, match=rf"was trained with \{{'{next(iter(settings))}'"):
         Checkpoint.open(f"{file}@{base}", "cpu", torch.float32).denoiser()
     fitting = shutil.copytree(base, tmp_path / "base")
@@ -297,7 +309,9 @@ def test_parts_that_come_from_the_base_are_told(
     base: Path, tuned: dict[str, Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "whole.safetensors"
-    save_file(as_its_makers_have_it(tuned) | {"vae.conv.weight": torch.ones(1), "text_encoders.x": torch.ones(1)}, file)
+    more = ("vae.conv.weight", "text_encoders.x", "clip_vision.x", OWN + "video_embeddings_connector.x", "model_ema.x")
+    save_file(as_its_makers_have_it(tuned) | {name: torch.ones(1) for name in more}, file)
     with caplog.at_level(logging.WARNING):
         weights_of(f"{file}@{base}")
-    assert f"{file} also has text_encoders, vae, which are not read: these parts are those of {base}" in caplog.text
+    others = "clip_vision, text_encoders, vae, video_embeddings_connector"
+    assert f"{file} also has {others}, which are not read: these parts are those of {base}" in caplog.text
