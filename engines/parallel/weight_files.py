@@ -235,7 +235,10 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
     file = folder / f"{name}.index.json"
     if not file.is_file() or (name != NAME and (folder / name).is_file()):
         return None
-    weight_map: dict[str, str] = json.loads(file.read_text())["weight_map"]
+    try:
+        weight_map: dict[str, str] = json.loads(file.read_text())["weight_map"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file} is no index of weights ({error}): download it again") from error
     return weight_map
 
 

@@ -35,7 +35,7 @@ from pipelines.blocks.tree import Sections
 from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
 from pipelines.directory import (
     U_NET,
-    gguf_in,
+    lone_file,
     open_modular,
     part_class,
     part_folder,
@@ -47,7 +47,15 @@ from pipelines.gpu_weights import fill, move_buffers
 from pipelines.models.registry import load_spec
 from pipelines.models.spec import CONTROL, ModelSpec
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
-from pipelines.single_file import PART_PREFIXES, check_training, has_part, load_part, load_single_file, warn_of_parts
+from pipelines.single_file import (
+    PART_PREFIXES,
+    cast_like_diffusers,
+    check_training,
+    has_part,
+    load_part,
+    load_single_file,
+    warn_of_parts,
+)
 
 WeightsOnHost = Callable[[nn.Module], Collection[str]]
 """Returns the names of the weights of a transformer that stay on the host, to be quantised or offloaded."""
@@ -267,7 +275,7 @@ class OpenedPipeline:
         if self._file is not None and U_NET in self.transformers and has_part(self._file, name):
             part = load_part(spec.type_hint, name, self._file, folder, self._loading_device(stays), self.dtype_of(name))
             return self._moved(part.eval().requires_grad_(False), stays)
-        if name in self.transformers and (file := gguf_in(folder)) is not None:
+        if issubclass(spec.type_hint, ModelMixin) and (file := lone_file(folder)) is not None:
             return self._load_file(name, file, stays)
         if name in self.transformers and (quantiser := quantiser_of(folder)):
             needs_gpu = quantiser == "bitsandbytes"
@@ -304,14 +312,13 @@ class OpenedPipeline:
         folder = part_folder(self.path, name)
         if name == U_NET:
             check_training(file, read_config(self.path, "scheduler"))
-        read = (
-            [one for one in PART_PREFIXES if part_class(self.path, one) and has_part(file, one)]
-            if name == U_NET
-            else ()
-        )
-        warn_of_parts(file, self.path, read)
-        kind, device = self.part_class(name), self._loading_device(stays)
-        return self._placed(load_single_file(kind, file, folder, device, self.dtype), stays)
+        beside = PART_PREFIXES if name == U_NET else ()
+        warn_of_parts(file, self.path, [one for one in beside if part_class(self.path, one) and has_part(file, one)])
+        model = load_single_file(self.part_class(name), file, folder, self._loading_device(stays), self.dtype_of(name))
+        if name in self.transformers:
+            return self._placed(model, stays)
+        model = cast_like_diffusers(model, self.dtype_of(name))
+        return self._moved(model.eval().requires_grad_(False), stays)
 
     def _loading_device(self, stays: WeightsOnHost | None) -> torch.device:
         return torch.device("cpu") if stays else self.models_device

@@ -241,5 +241,7 @@ def test_parts_of_a_folder_may_be_gguf(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has weights of GGUF, which are read whole: say load: whole"):
         Checkpoint(folder).denoiser(sliced=True)
     (folder / "text_encoder" / "other.gguf").touch()
-    with pytest.raises(ValueError, match=r"text_encoder has encoder\.gguf, other\.gguf: leave one GGUF file there"):
+    with pytest.raises(
+        ValueError, match=r"text_encoder has encoder\.gguf, other\.gguf: leave one of these files there"
+    ):
         Checkpoint(folder).text_encoder().encode(request)
