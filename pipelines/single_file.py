@@ -201,10 +201,11 @@ def has_part(file: Path, name: str) -> bool:
 def warn_of_parts(file: Path, base: Path, read: Iterable[str] = ()) -> None:
     """Log the parts in ``file``, by prefixes of keys, that come from ``base`` instead, but for those of ``read``."""
     own = tuple(PART_PREFIXES[name] for name in read)
-    names = [key for key in _names_in(file) if not key.startswith(own)] if file.suffix != GGUF else []
+    names = [key for key in _names_in(file) if not key.startswith(own)]
     others = {found[1] or found[2] for key in names if (found := OTHER_PARTS.match(key))}
     if any(key.startswith(OWN) for key in names):
-        others |= {key.partition(".")[0] for key in names} - {OWN.partition(".")[0], "model_ema"}
+        first = {key.partition(".")[0] for key in names if not TRAINING.match(key)}
+        others |= first - {OWN.partition(".")[0], "model_ema"}
     if others:
         told = ", ".join(sorted(others))
         logger.warning("%s also has %s, which are not read: these parts are those of %s", file, told, base)
@@ -212,11 +213,9 @@ def warn_of_parts(file: Path, base: Path, read: Iterable[str] = ()) -> None:
 
 def check_training(file: Path, scheduler: Mapping[str, Any]) -> None:
     """Raise ValueError if the U-Net in ``file`` was trained for another scheduler than the base's configuration."""
-    if file.suffix == GGUF:
-        return
     from engines.parallel.weight_files import metadata_of
 
-    names, header = _names_in(file), metadata_of(file)
+    names, header = _names_in(file), metadata_of(file) if file.suffix != GGUF else {}
     predicts_velocity = PREDICTS_VELOCITY in names or any(header.get(key) == VELOCITY for key in PREDICTION_KEYS)
     needed: dict[str, Any] = {"prediction_type": "v_prediction"} if predicts_velocity else {}
     needed |= {"rescale_betas_zero_snr": True} if ENDS_IN_NOISE in names else {}
@@ -284,6 +283,8 @@ def _clip_of(kind: Any, tensors: Mapping[str, Tensor], config: Path, prefix: str
 def _names_in(file: Path) -> frozenset[str]:
     from engines.parallel.weight_files import tensor_names
 
+    if file.suffix == GGUF:
+        return frozenset(tensor.name for tensor in open_gguf(file).tensors)
     return frozenset(tensor_names(file))
 
 

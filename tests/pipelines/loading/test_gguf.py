@@ -21,7 +21,7 @@ from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import weight_problems
 from pipelines.request import MediaRequest
-from pipelines.single_file import split_source
+from pipelines.single_file import check_training, split_source, warn_of_parts
 from pipelines.size import Size
 from tests.pipelines.loading.test_single_file import WEIGHTS, as_its_makers_have_it
 from tests.pipelines.support.checkpoints import tiny_models
@@ -154,6 +154,21 @@ def test_files_that_cannot_be_read_are_errors(base: Path, tmp_path: Path) -> Non
         checkpoint.denoiser()
     file.write_bytes(b"version https://git-lfs.github.com/spec/v1")
     assert [*weight_problems(checkpoint)] == [f"{file} is no GGUF file: download it again"]
+
+
+def test_other_parts_and_training_are_told_of_as_in_other_files(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """stable-diffusion.cpp writes whole checkpoints as GGUF."""
+    file = tmp_path / "whole.gguf"
+    writer = gguf.GGUFWriter(file, "sdxl")
+    for name in ("model.diffusion_model.x", "first_stage_model.x", "v_pred"):
+        writer.add_tensor(name, np.zeros(1, np.float32))
+    finish(writer)
+    warn_of_parts(file, base)
+    assert f"{file} also has first_stage_model, which are not read" in caplog.text
+    with pytest.raises(ValueError, match=r"was trained with \{'prediction_type': 'v_prediction'\}"):
+        check_training(file, {})
 
 
 def test_a_missing_package_is_named_before_anything_starts(base: Path, tmp_path: Path) -> None:

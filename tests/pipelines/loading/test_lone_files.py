@@ -10,7 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLFlux2, AutoencoderKLQwenImage, AutoencoderKLWan
+from diffusers import (
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLLTX2Video,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -121,10 +127,48 @@ def as_wan_has_it(vae: Tensors) -> Tensors:
     return {renamed(names[name], WAN_NAMES): x for name, x in vae.items()}
 
 
+LTX2 = {
+    "latent_channels": 4,
+    "block_out_channels": (8,) * 4,
+    "layers_per_block": (1,) * 5,
+    "spatio_temporal_scaling": (True,) * 4,
+    "downsample_type": ("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
+    "decoder_block_out_channels": (8,) * 3,
+    "decoder_layers_per_block": (1,) * 4,
+    "decoder_spatio_temporal_scaling": (True,) * 3,
+    "decoder_inject_noise": (False,) * 4,
+    "upsample_residual": (False,) * 3,
+    "upsample_factor": (1,) * 3,
+}
+
+
+def as_lightricks_has_it(vae: Tensors) -> Tensors:
+    """Blocks and the layers between them are counted together, the middle ones too."""
+
+    def place(found: re.Match[str]) -> str:
+        half, first = found[1], 2 * int(found[2])
+        if found[3] != "resnets":
+            return f"{half}_blocks.{first + 1}"
+        return f"{half}_blocks.{first + 2 if half == 'up' else first}.res_blocks"
+
+    names: dict[str, str | Callable[[re.Match[str]], str]] = {
+        r"(up|down)_blocks\.(\d)\.(resnets|(?:up|down)samplers\.0)": place,
+        r"encoder\.mid_block\.resnets": "encoder.down_blocks.8.res_blocks",
+        r"decoder\.mid_block\.resnets": "decoder.up_blocks.0.res_blocks",
+        "latents_mean": "per_channel_statistics.mean-of-means",
+        "latents_std": "per_channel_statistics.std-of-means",
+    }
+    written = dict(vae)
+    for own, theirs in names.items():
+        written = {re.sub(own, theirs, name): x for name, x in written.items()}
+    return {f"vae.{name}": x for name, x in written.items()}
+
+
 AUTO_ENCODERS: dict[str, tuple[Any, Callable[[], Any], Callable[[Tensors], Tensors]]] = {
     "flux": (AutoencoderKL, lambda: shifted_auto_encoder(4, 3), as_stability_has_it),
     "flux2": (AutoencoderKLFlux2, flux2_auto_encoder, as_black_forest_has_it),
     "wan": (AutoencoderKLWan, lambda: shake(AutoencoderKLWan(**WAN, **LATENTS)), as_wan_has_it),
+    "ltx 2": (AutoencoderKLLTX2Video, lambda: shake(AutoencoderKLLTX2Video(**LTX2)), as_lightricks_has_it),
     "qwen image": (AutoencoderKLQwenImage, lambda: shake(AutoencoderKLQwenImage(**WAN, **LATENTS)), as_wan_has_it),
 }
 
@@ -142,7 +186,7 @@ def test_auto_encoders_in_their_makers_names(tmp_path: Path, name: str) -> None:
     read = load_single_file(kind, file, tmp_path / "vae", torch.device("cpu"), torch.float32).state_dict()
     assert read.keys() == own.keys()
     assert all(torch.equal(read[key], x) for key, x in own.items())
-    key = next(key for key in theirs if "running_mean" in key or "mid" in key)
+    key = next(key for key in theirs if "mean" in key or "mid" in key)
     save_file({one: x.contiguous() for one, x in theirs.items() if one != key}, file)
     with pytest.raises(ValueError, match=rf"is not exactly the {kind.__name__} that .* \(it lacks"):
         load_single_file(kind, file, tmp_path / "vae", torch.device("cpu"), torch.float32)
