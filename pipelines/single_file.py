@@ -302,7 +302,7 @@ def _read_file(file: Path, dtype: torch.dtype, prefix: str = "", *, of_all: bool
             check_metadata(file, header := opened.metadata())
             names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118  # it is no dict
             tensors = {name: opened.get_tensor(name) for name in names}
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is no safetensors file, or not the whole of one ({error})") from error
     return dequantised(tensors if prefix or of_all else _of_transformer(tensors), dtype, [header])
 

@@ -312,10 +312,11 @@ class OpenedPipeline:
         folder = part_folder(self.path, name)
         if name == U_NET:
             check_training(file, read_config(self.path, "scheduler"))
-        beside = PART_PREFIXES if name == U_NET else ()
-        warn_of_parts(file, self.path, [one for one in beside if part_class(self.path, one) and has_part(file, one)])
         model = load_single_file(self.part_class(name), file, folder, self._loading_device(stays), self.dtype_of(name))
         if name in self.transformers:
+            beside = PART_PREFIXES if name == U_NET else ()
+            read = [one for one in beside if part_class(self.path, one) and has_part(file, one)]
+            warn_of_parts(file, self.path, read)
             return self._placed(model, stays)
         model = cast_like_diffusers(model, self.dtype_of(name))
         return self._moved(model.eval().requires_grad_(False), stays)
