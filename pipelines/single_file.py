@@ -42,6 +42,8 @@ PART_PREFIXES = {
 """Prefixes of the keys of other parts beside a U-Net, as Stability AI's files have them."""
 AUTO_ENCODER = "Autoencoder"
 """Part of the names of diffusers' classes whose files hold nothing else."""
+OF_AUTO_ENCODER = ("first_stage_model.", "vae.")
+"""Prefixes of an auto-encoder's keys in files with all parts."""
 STATISTICS = re.compile(r"(running_(mean|var)|latents_(mean|std))$")
 """Buffers that no configuration has the values of."""
 INNER_CONVOLUTION = re.compile(r"^(?:en|de)coder\.((?:post_)?quant_conv\.)")
@@ -209,6 +211,37 @@ def warn_of_parts(file: Path, base: Path, read: Iterable[str] = ()) -> None:
     if others:
         told = ", ".join(sorted(others))
         logger.warning("%s also has %s, which are not read: these parts are those of %s", file, told, base)
+
+
+def check_auto_encoder(kind: Any, file: Path, config: Path) -> None:
+    """Raise ValueError if the auto-encoder in ``file`` has other layers than the ``kind`` of its base, which is used.
+
+    Its transformer was trained on latents of its own. Names that nothing translates prove nothing. Reads headers only.
+    """
+    import torch
+
+    names = [name for name in _names_in(file) if name.startswith(OF_AUTO_ENCODER)]
+    if file.suffix == GGUF or not names:
+        return
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in names}
+    model, written = _outline(kind, config)
+    own = dict(model.named_parameters())
+    best: dict[str, Tensor] = {}
+    for prefix in ("", *OF_AUTO_ENCODER):  # some translations need the prefix
+        with suppress(LookupError, ValueError):
+            found = _translated(kind, {name.removeprefix(prefix): x for name, x in tensors.items()}, model, written)
+            best = max(best, found, key=lambda one: len(own.keys() & one.keys()))
+    known = own.keys() & best.keys()
+    others = [name for name in known if own[name].shape != best[name].shape]
+    missing, unread = own.keys() - known, best.keys() - model.state_dict().keys()
+    if 2 * len(known) > len(own) and (others or (missing and unread)):
+        raise ValueError(
+            f"{file} has another auto-encoder than the {kind.__name__} of its base, and {config} is used "
+            f"({min(others or missing)} differs): give the base that it was made of"
+        )
 
 
 def check_training(file: Path, scheduler: Mapping[str, Any]) -> None:

@@ -50,6 +50,7 @@ from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaReq
 from pipelines.single_file import (
     PART_PREFIXES,
     cast_like_diffusers,
+    check_auto_encoder,
     check_training,
     has_part,
     load_part,
@@ -64,6 +65,7 @@ FRAME_RATES = ("frame_rate", "fps")
 LAST = "last_image"
 PICTURES = ("image", LAST)
 CONTROL_PICTURE, CONTROL_SCALES = "control_image", ("controlnet_conditioning_scale", "conditioning_scale")
+VAE = "vae"
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
 UNLIMITED = 10**6
@@ -312,6 +314,8 @@ class OpenedPipeline:
         folder = part_folder(self.path, name)
         if name == U_NET:
             check_training(file, read_config(self.path, "scheduler"))
+        elif name in self.transformers and part_class(self.path, VAE):
+            check_auto_encoder(self.part_class(VAE), file, part_folder(self.path, VAE))
         model = load_single_file(self.part_class(name), file, folder, self._loading_device(stays), self.dtype_of(name))
         if name in self.transformers:
             beside = PART_PREFIXES if name == U_NET else ()
@@ -458,7 +462,7 @@ def _vae_property(name: str) -> property:
     """Return a property for the auto-encoder's configured scale; pipelines guess it from the number of stages."""
 
     def scale(pipeline: Any) -> Any:
-        value = getattr(getattr(pipeline, "vae", None), "config", {}).get(name)
+        value = getattr(getattr(pipeline, VAE, None), "config", {}).get(name)
         return value or getattr(super(type(pipeline), pipeline), f"vae_{name}")
 
     return property(scale)

@@ -19,6 +19,7 @@ from deployments.model_config import ModelConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.single_file import OWN, PART_PREFIXES, split_source
 from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_unknown, tiny_video
+from tests.pipelines.support.checkpoints.parts import shifted_auto_encoder
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 MAKERS_NAMES = {
@@ -303,6 +304,26 @@ def test_a_u_net_for_another_scheduler_is_refused(
     config = fitting / "scheduler" / "scheduler_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | settings))
     assert Checkpoint.open(f"{file}@{fitting}", "cpu", torch.float32).denoiser().modules
+
+
+@pytest.mark.parametrize("prefix", ["vae.", "first_stage_model."])
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_file_of_a_model_with_another_auto_encoder_is_refused(
+    base: Path, tuned: dict[str, Tensor], tmp_path: Path, prefix: str, is_other: bool
+) -> None:
+    """The base's would be used, and nothing but the picture would show it: releases of LTX-Video differ in it alone."""
+    own = load_file(next((base / "vae").glob("*.safetensors")))
+    vae = as_stability_has_it(shifted_auto_encoder(8, 3).state_dict() if is_other else own)
+    theirs = {name.replace("first_stage_model.", prefix): x.contiguous() for name, x in vae.items()}
+    save_file(as_its_makers_have_it(tuned) | theirs, tmp_path / "whole.safetensors")
+    source = f"{tmp_path / 'whole.safetensors'}@{base}"
+    if is_other:
+        with pytest.raises(
+            ValueError, match=r"whole\.safetensors has another auto-encoder than the AutoencoderKL of its base"
+        ):
+            weights_of(source)
+    else:
+        assert torch.equal(weights_of(source)["cap_pad_token"], tuned["cap_pad_token"])
 
 
 def test_parts_that_come_from_the_base_are_told(
