@@ -13,7 +13,7 @@ from engines.core.model import Branch, DenoiserModel
 from pipelines.control_network import PART, UPSAMPLER_FOLDER, SeparatePart
 from pipelines.defaults import Defaults
 from pipelines.description import Description, read_description
-from pipelines.directory import gguf_in, part_folder, quantiser_of
+from pipelines.directory import GGUF, lone_file, part_folder, quantiser_of
 from pipelines.loading import ModelSource, resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.registry import spec_of, transformer_class
@@ -420,7 +420,8 @@ class Checkpoint:
             modules |= {f"{part}.{control}": module.get_submodule(control) for part, module in empty.modules.items()}
             folders |= {f"{part}.{control}": part_folder(self.path, control) for part in empty.modules}
         for part, module in modules.items():
-            if kind := quantiser_of(folders[part]) or (gguf_in(folders[part]) and "GGUF"):
+            file = lone_file(folders[part])
+            if kind := quantiser_of(folders[part]) or (file and ("GGUF" if file.suffix == GGUF else file.name)):
                 raise ValueError(f"{folders[part]} has weights of {kind}, which are read whole: say load: whole")
             check_names(module, folders[part])
         return replace(empty, weights=WeightFiles(folders=folders, device=self.device))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from engines.core.torch_private import tree_leaves
 from engines.parallel.weight_files import NAME, files_of, first_not_finite, metadata_of, tensor_files, tensor_names
 from engines.quantization.scaled_files import dequantised, find_scales
-from pipelines.directory import gguf_in, quantiser_of
+from pipelines.directory import GGUF, SAFETENSORS, lone_file, open_gguf, quantiser_of
 from pipelines.gpu_weights import FileTensors
 
 ENCODER_NAME = "model.safetensors"
@@ -38,6 +38,12 @@ FAST_DEVICES = ("cuda",)
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 """Variable with which transformers loads on the calling thread."""
 NUM_SHOWN = 5
+ENCODERS = {"t5": ("t5", "t5encoder"), "umt5": ("t5", "t5encoder")}
+"""Architectures of GGUF files by the type of transformers' configuration, where they differ in more than an ending."""
+KEY_VALUE_HEADS = "llama.attention.head_count_kv"
+"""Key in a GGUF file's header. Transformers restores the order of rows that llama.cpp has permuted only with it."""
+UNUSED_IN_GGUF = re.compile(r"^(rope_freqs|output|dec\..*)\.weight$")
+"""Tensors of a GGUF file that an encoder may go without: recomputed values, the head, and the decoder."""
 READS = (Tensor.item, Tensor.__float__, Tensor.tolist)
 """Methods with which a translation reads a tensor, such as an alpha, as a number."""
 
@@ -85,14 +91,44 @@ def _load(spec: Any, folder: Path, device: torch.device, dtype: torch.dtype, set
         return kind.from_pretrained(place.pop(PATH), **place, **settings)
     if (tensors := _dequantised(folder, dtype)) is not None:
         return _from_tensors(kind, folder, tensors, place[PATH], settings)
-    if (file := gguf_in(folder)) is not None:
-        config = kind.config_class.from_pretrained(str(folder))
-        return kind.from_pretrained(str(folder), gguf_file=file.name, config=config, **settings)
+    if (file := lone_file(folder)) is not None and file.suffix == GGUF:
+        return _from_gguf(kind, file, settings)
     settings |= {"ignore_mismatched_sizes": True}  # they are in the report
-    if is_read_here(kind, folder, device, place):
-        files = FileTensors(files_of(folder, ENCODER_NAME), device)
+    if file is not None or is_read_here(kind, folder, device, place):
+        files = FileTensors(_files(folder), device)
         return _from_tensors(kind, folder, files.lazy(), place[PATH], settings)
     return kind.from_pretrained(place.pop(PATH), **place, **settings)
+
+
+def _from_gguf(kind: Any, file: Path, settings: Mapping[str, Any]) -> Any:
+    """Return transformers' model with the tensors of ``file``, and its report.
+
+    ValueError for an architecture that transformers does not read into a ``kind``, and for tensors that it drops.
+    """
+    from transformers.modeling_gguf_pytorch_utils import (
+        GGUF_SUPPORTED_ARCHITECTURES,
+        TensorProcessor,
+        get_gguf_hf_weights_map,
+    )
+
+    config = kind.config_class.from_pretrained(str(file.parent))
+    reader = open_gguf(file)
+    architecture = reader.get_field("general.architecture").contents()
+    name = config.model_type.removesuffix("_text")
+    known = ENCODERS.get(name) or (name,) * (name in GGUF_SUPPORTED_ARCHITECTURES)
+    known = known if hasattr(config, "num_hidden_layers") else ()  # not with a tower for pictures
+    if architecture not in known:
+        readable = f"GGUF files of {' or '.join(known)}" if known else "no GGUF file"
+        raise ValueError(
+            f"{file} is of {architecture}, and a {kind.__name__} is read from {readable}: take safetensors"
+        )
+    if architecture == "llama" and KEY_VALUE_HEADS not in reader.fields:
+        raise ValueError(f"{file} has no {KEY_VALUE_HEADS}, without which rows stay permuted: convert the model again")
+    model, report = kind.from_pretrained(str(file.parent), gguf_file=file.name, config=config, **settings)
+    unread = {tensor.name for tensor in reader.tensors} - get_gguf_hf_weights_map(model, TensorProcessor()).keys()
+    unread = {name for name in unread if not UNUSED_IN_GGUF.search(name)}
+    check_complete(file, kind.__name__, missing=(), unread=unread)
+    return model, report
 
 
 def variant_of(folder: Path) -> str | None:
@@ -186,7 +222,8 @@ def _names_of_present_modules(model: Any, names: Iterable[str]) -> list[str]:
     """
     modules = {name for name, _ in model.named_modules()}
     base = getattr(model, "base_model_prefix", "")
-    return [name for name in names if _deepest_module(name, modules) not in ("", base)]
+    of_whole = f"{base}." if base and base not in modules else ""  # files of whole models are read into their base
+    return [name for name in names if _deepest_module(name.removeprefix(of_whole), modules) not in ("", base)]
 
 
 def _deepest_module(name: str, modules: Collection[str]) -> str:
@@ -260,7 +297,12 @@ def file_of(folder: Path, name: str) -> Path:
 
 
 def _files(folder: Path) -> tuple[Path, ...]:
-    return files_of(folder) or files_of(folder, ENCODER_NAME)
+    file = lone_file(folder)
+    return (
+        (file,)
+        if file is not None and file.suffix == SAFETENSORS
+        else files_of(folder) or files_of(folder, ENCODER_NAME)
+    )
 
 
 def _dequantised(folder: Path, dtype: torch.dtype) -> dict[str, Tensor] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -26,7 +27,9 @@ CLASSIC_INDEX, MODULAR_INDEX = "model_index.json", "modular_model_index.json"
 CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_config.json"}
 PLACE, SUBFOLDER, CLASS = "pretrained_model_name_or_path", "subfolder", "type_hint"
 """Keys of the modular index for a part's location and class."""
-GGUF = ".gguf"
+SAFETENSORS, GGUF = ".safetensors", ".gguf"
+USUAL = re.compile(r"(diffusion_pytorch_model|pytorch_model|model)([.-].+)?\.(safetensors|bin)")
+"""Beginnings of the names that diffusers and transformers look for, of an index too."""
 QUANTIZATION = "quantization_config"
 """Key in the configuration of a part that a library has quantised."""
 PACKAGES = {"bitsandbytes": "bitsandbytes", "torchao": "torchao"}
@@ -121,19 +124,34 @@ def check_package(file: Path) -> None:
         raise ValueError(f"{file} needs the package gguf: pip install '.[gguf]'")
 
 
-def gguf_in(folder: Path) -> Path | None:
-    """Return the GGUF file that holds a part's weights; None if there are safetensors files, or no such file.
+def open_gguf(file: Path) -> Any:
+    """Return the reader of a GGUF file. ValueError for a damaged file, or if the package that reads it is missing."""
+    check_package(file)
+    from gguf import GGUFReader
 
-    ValueError if there are several, or the package that reads them is missing.
+    try:
+        return GGUFReader(file)
+    except (OSError, ValueError, IndexError, KeyError) as error:
+        raise ValueError(f"{file} is no GGUF file, or not the whole of one ({error})") from error
+
+
+def lone_file(folder: Path) -> Path | None:
+    """Return the one safetensors or GGUF file that holds a part's weights, under a name that no library looks for.
+
+    None if there are files of the usual names, or none at all. ValueError if there are several, or the package that
+    reads them is missing.
     """
-    files = sorted(folder.glob(f"*{GGUF}"))
-    if not files or any(folder.glob("*.safetensors")):
+    if any(USUAL.match(file.name) for file in folder.glob("*")):
         return None
+    files = sorted(file for file in folder.glob("*") if file.suffix in (SAFETENSORS, GGUF))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
-        raise ValueError(f"{folder} has {names}: leave one GGUF file there, or the safetensors files")
-    check_package(files[0])
-    return files[0]
+        raise ValueError(
+            f"{folder} has {names}: leave one of these files there, or files of the libraries' usual names"
+        )
+    for file in files:
+        check_package(file)
+    return files[0] if files else None
 
 
 def part_class(path: Path, part: str) -> str | None:
@@ -200,7 +218,10 @@ def _cached(repository: str) -> Path:
 def _read_json(file: Path) -> Mapping[str, Any]:
     if not file.is_file():
         raise ValueError(f"{file.parent} is not part of a diffusers directory: it has no {file.name}")
-    contents: Mapping[str, Any] = json.loads(file.read_text())
+    try:
+        contents: Mapping[str, Any] = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} is no JSON ({error}): download it again") from error
     return contents
 
 

@@ -11,7 +11,16 @@ from safetensors import SafetensorError, safe_open
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.control_network import UPSAMPLER_FOLDER
-from pipelines.directory import DENOISERS, GGUF, gguf_in, part_class, part_folder, quantiser_of, read_config, read_index
+from pipelines.directory import (
+    DENOISERS,
+    GGUF,
+    lone_file,
+    part_class,
+    part_folder,
+    quantiser_of,
+    read_config,
+    read_index,
+)
 from pipelines.loading import local_path, resolve_file
 from pipelines.lora.source import ADAPTER_FILES, LoraSource
 from pipelines.single_file import check_metadata
@@ -22,7 +31,7 @@ if TYPE_CHECKING:
 INDEX = "*.safetensors.index.json"
 PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
 """Class and blocks of the auto-encoder of pictures with group norms, which supports all options."""
-OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.msgpack", f"*{GGUF}")
+OTHER_FORMATS, UNREAD_FORMATS = ("*.bin", f"*{GGUF}"), ("*.pt", "*.pth", "*.ckpt", "*.sft", "*.msgpack")
 GGUF_MAGIC = b"GGUF"
 
 
@@ -98,17 +107,26 @@ def _folder_problems(folder: Path) -> Iterator[str]:
         return  # a scheduler, a tokenizer, or a missing optional part
     try:
         quantiser_of(folder)
-        gguf_in(folder)
+        lone_file(folder)
     except ValueError as error:
         yield str(error)
     for index in folder.glob(INDEX):
-        names = set(json.loads(index.read_text())["weight_map"].values())
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, LookupError, TypeError) as error:
+            yield f"{index} is no index of weights ({error}): download it again"
+            continue
         if absent := sorted(name for name in names if not (folder / name).is_file()):
             yield f"{index} names files that are not there: {', '.join(absent)}. Download the model again"
     files = sorted(folder.glob("*.safetensors"))
     for file in files or folder.glob(f"*{GGUF}"):
         yield from _file_problems(file)
-    if not files and not any(True for pattern in OTHER_FORMATS for _ in folder.glob(pattern)):
+    if files or any(True for pattern in OTHER_FORMATS for _ in folder.glob(pattern)):
+        return
+    pickled = sorted(file.name for pattern in UNREAD_FORMATS for file in folder.glob(pattern))
+    if pickled:
+        yield f"{folder} has {', '.join(pickled)}, which is not read: save it as safetensors"
+    else:
         yield f"{folder} has no weights: download the whole model, not only its configuration"
 
 

@@ -10,11 +10,12 @@ import json
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.directory import GGUF, PACKAGES, QUANTIZATION, check_package, unknown_quantiser
+from pipelines.directory import GGUF, OWN_CLASS, PACKAGES, QUANTIZATION, check_package, open_gguf, unknown_quantiser
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +31,7 @@ OWN = "model.diffusion_model."
 UNUSED = re.compile(
     r"(^|\.)(rope\.(inv_)?freqs?|norm_final\.weight|_extra_state|pos_embedder\.\w+|logvar\.\d\.\w+|accum_\w+)$"
     r"|^(repa_projectors|vae|audio_vae|vocoder|text_encoders?|text_embedding_projection|first_stage_model|conditioner)\."
-    r"|_embeddings_connector\."
+    r"|_embeddings_connector\.|^(model_ema|loss)\.|per_channel_statistics\.(channel|mean-of-stds)"
 )
 """Keys that may go unread: recomputed values, training-only values, and other parts of a pipeline."""
 PART_PREFIXES = {
@@ -39,14 +40,28 @@ PART_PREFIXES = {
     "text_encoder_2": "conditioner.embedders.1.",
 }
 """Prefixes of the keys of other parts beside a U-Net, as Stability AI's files have them."""
+AUTO_ENCODER = "Autoencoder"
+"""Part of the names of diffusers' classes whose files hold nothing else."""
+OF_AUTO_ENCODER = ("first_stage_model.", "vae.")
+"""Prefixes of an auto-encoder's keys in files with all parts."""
+STATISTICS = re.compile(r"(running_(mean|var)|latents_(mean|std))$")
+"""Buffers that no configuration has the values of."""
+INNER_CONVOLUTION = re.compile(r"^(?:en|de)coder\.((?:post_)?quant_conv\.)")
+"""Keys of auto-encoders whose makers count two convolutions to encoder and decoder."""
 OPEN_CLIP = ".model."
 """In the keys of a text encoder in OpenCLIP's names. Others are in those of transformers."""
 UNUSED_OF_PARTS = re.compile(r"(position_ids|logit_scale)$|^first_stage_model\.(model_ema|loss)\b")
 OTHER_PARTS = re.compile(
     r"^(vae|audio_vae|vocoder|text_encoders?|text_embedding_projection|first_stage_model|conditioner)\."
+    r"|^(?:model\.diffusion_model\.)?(\w+_embeddings_connector)\."
 )
 PREDICTS_VELOCITY, ENDS_IN_NOISE = "v_pred", "ztsnr"
 """Keys without values by which files of U-Nets say how they were trained."""
+TRAINING = re.compile(r"^(v_pred|ztsnr|edm_(mean|std|vpred\.sigma_(min|max)))$")
+CONTINUOUS_NOISE = frozenset(("edm_mean", "edm_vpred.sigma_max"))
+"""The same for noise without steps (Playground 2.5, CosXL), which diffusers' classes ``EDM…`` schedule."""
+PREDICTION_KEYS, VELOCITY = ("modelspec.prediction_type", "modelspec.predict_key"), "v"
+"""The same in headers that kohya's scripts and ComfyUI write."""
 
 
 def with_base(file: str, base: str) -> str:
@@ -57,7 +72,8 @@ def with_base(file: str, base: str) -> str:
     if base and not file.endswith(SUFFIXES):
         allowed = " or ".join(SUFFIXES)
         raise ValueError(
-            f"base is {base!r}, which needs a {allowed} file as path, and path is {file!r}: leave base out"
+            f"base is {base!r}, which needs a {allowed} file as path, and path is {file!r}: give such a file, or leave "
+            "base out"
         )
     return f"{file}{AT}{base}" if base else file
 
@@ -69,6 +85,8 @@ def split_source(source: str) -> tuple[Path | None, str]:
     """
     suffix = next((one for one in SUFFIXES if one + AT in source or source.endswith(one)), None)
     if suffix is None:
+        if Path(given := source.partition(AT)[0]).is_file():
+            raise ValueError(f"{given} is a file, and only {' or '.join(SUFFIXES)} files are read: convert it")
         return None, source
     name, _, base = source.partition(suffix + AT)
     if not base:
@@ -97,23 +115,23 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
     """Load a model of diffusers' class ``kind`` by the configuration in the folder ``config``, in the file's dtypes.
 
     Keys may be diffusers' or the original ones that diffusers translates. Scaled eight-bit weights, and those of GGUF,
-    are converted to ``dtype``. ValueError if diffusers cannot read this class from one file, or the file does not match
-    the model.
+    are converted to ``dtype``. ValueError if the keys are others than the class's and nothing translates them, or the
+    file does not match the model.
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
 
     from pipelines.component_weights import check_finite
 
-    if kind.__name__ not in SINGLE_FILE_LOADABLE_CLASSES:
-        known = ", ".join(sorted(SINGLE_FILE_LOADABLE_CLASSES))
-        raise ValueError(f"diffusers reads no {kind.__name__} from one file ({file}): give a folder; it reads {known}")
-    tensors = _read_file(file, dtype)
+    tensors = _read_file(file, dtype, of_all=AUTO_ENCODER in kind.__name__)
     if "UNet" not in kind.__name__:  # diffusers finds these by the prefix, and some transformers only without
         tensors = {name.removeprefix(OWN): tensor for name, tensor in tensors.items()}
     try:
         if faults := _faults(kind, tensors, config):
             raise ValueError(faults)
-        model = kind.from_single_file(dict(tensors), config=str(config), device=device)
+        if kind.__name__ in SINGLE_FILE_LOADABLE_CLASSES:
+            model = kind.from_single_file(dict(tensors), config=str(config), device=device)
+        else:
+            model = _assembled(kind, tensors, config).to(device)
     except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"{file} is not exactly the {kind.__name__} that {config} describes ({error}): give the base that it was "
@@ -121,6 +139,59 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
         ) from error
     check_finite(model, lambda name: file)
     return model
+
+
+def cast_like_diffusers(model: Any, dtype: torch.dtype) -> Any:
+    """Return ``model`` with the tensors of its files in ``dtype``, but for those that its class keeps in float32."""
+    import torch
+
+    wide = set(model._keep_in_fp32_modules or ())
+    for key, x in (tensors := model.state_dict()).items():
+        if x.is_floating_point():
+            tensors[key] = x.to(torch.float32 if wide & set(key.split(".")) else dtype)
+    model.load_state_dict(tensors, assign=True)
+    return model
+
+
+def _assembled(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> Any:
+    """Return a model of a class that diffusers itself reads from no single file."""
+    model, written = _outline(kind, config)
+    model.load_state_dict(_translated(kind, dict(tensors), model, written), strict=False, assign=True)
+    return model.eval()
+
+
+def _outline(kind: Any, config: Path) -> tuple[Any, Any]:
+    """Return a model without weights, and its configuration."""
+    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+
+    written = kind.load_config(str(config))
+    with init_empty_weights():
+        return kind.from_config(written), written
+
+
+def _translated(kind: Any, tensors: dict[str, Tensor], model: Any, config: Any) -> dict[str, Tensor]:
+    """Return ``tensors`` by diffusers' names. ValueError if they have others, and nothing translates them."""
+    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+
+    listed = SINGLE_FILE_LOADABLE_CLASSES.get(kind.__name__)
+    needed = set(model.state_dict() if listed else dict(model.named_parameters()))
+    if needed <= tensors.keys():
+        return tensors
+    if listed:
+        translated: dict[str, Tensor] = listed["checkpoint_mapping_fn"](config=config, checkpoint=tensors)
+        return translated
+    others = [name for name in SINGLE_FILE_LOADABLE_CLASSES if AUTO_ENCODER in name and AUTO_ENCODER in kind.__name__]
+    buffers = {name: x for name, x in tensors.items() if name in dict(model.named_buffers())}
+    best: dict[str, Tensor] = {}
+    for other in others:  # that of Qwen-Image has the names of Wan's, that of FLUX.2 those of FLUX.1 and statistics
+        inner = {INNER_CONVOLUTION.sub(r"\1", name): x for name, x in tensors.items()}
+        with suppress(LookupError):
+            found = SINGLE_FILE_LOADABLE_CLASSES[other]["checkpoint_mapping_fn"](config=config, checkpoint=inner)
+            best = max(best, found | buffers, key=lambda one: len(needed & one.keys()))
+    if 2 * len(needed & best.keys()) > len(needed):
+        return best
+    known = ", ".join(sorted(SINGLE_FILE_LOADABLE_CLASSES))
+    raise ValueError(f"nothing reads a {kind.__name__} in other names than diffusers' own; they are known of {known}")
 
 
 def has_part(file: Path, name: str) -> bool:
@@ -132,16 +203,57 @@ def has_part(file: Path, name: str) -> bool:
 def warn_of_parts(file: Path, base: Path, read: Iterable[str] = ()) -> None:
     """Log the parts in ``file``, by prefixes of keys, that come from ``base`` instead, but for those of ``read``."""
     own = tuple(PART_PREFIXES[name] for name in read)
-    names = (key for key in _names_in(file) if not key.startswith(own)) if file.suffix != GGUF else ()
-    if others := sorted({found[1] for key in names if (found := OTHER_PARTS.match(key))}):
-        logger.warning("%s also has %s, which are not read: these parts are those of %s", file, ", ".join(others), base)
+    names = [key for key in _names_in(file) if not key.startswith(own)]
+    others = {found[1] or found[2] for key in names if (found := OTHER_PARTS.match(key))}
+    if any(key.startswith(OWN) for key in names):
+        first = {key.partition(".")[0] for key in names if not TRAINING.match(key)}
+        others |= first - {OWN.partition(".")[0], "model_ema"}
+    if others:
+        told = ", ".join(sorted(others))
+        logger.warning("%s also has %s, which are not read: these parts are those of %s", file, told, base)
+
+
+def check_auto_encoder(kind: Any, file: Path, config: Path) -> None:
+    """Raise ValueError if the auto-encoder in ``file`` has other layers than the ``kind`` of its base, which is used.
+
+    Its transformer was trained on latents of its own. Names that nothing translates prove nothing. Reads headers only.
+    """
+    import torch
+
+    names = [name for name in _names_in(file) if name.startswith(OF_AUTO_ENCODER)]
+    if file.suffix == GGUF or not names:
+        return
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        tensors = {name: torch.empty(opened.get_slice(name).get_shape(), device="meta") for name in names}
+    model, written = _outline(kind, config)
+    own = dict(model.named_parameters())
+    best: dict[str, Tensor] = {}
+    for prefix in ("", *OF_AUTO_ENCODER):  # some translations need the prefix
+        with suppress(LookupError, ValueError):
+            found = _translated(kind, {name.removeprefix(prefix): x for name, x in tensors.items()}, model, written)
+            best = max(best, found, key=lambda one: len(own.keys() & one.keys()))
+    known = own.keys() & best.keys()
+    others = [name for name in known if own[name].shape != best[name].shape]
+    missing, unread = own.keys() - known, best.keys() - model.state_dict().keys()
+    if 2 * len(known) > len(own) and (others or (missing and unread)):
+        raise ValueError(
+            f"{file} has another auto-encoder than the {kind.__name__} of its base, and {config} is used "
+            f"({min(others or missing)} differs): give the base that it was made of"
+        )
 
 
 def check_training(file: Path, scheduler: Mapping[str, Any]) -> None:
     """Raise ValueError if the U-Net in ``file`` was trained for another scheduler than the base's configuration."""
-    names = () if file.suffix == GGUF else _names_in(file)
-    needed: dict[str, Any] = {"prediction_type": "v_prediction"} if PREDICTS_VELOCITY in names else {}
+    from engines.parallel.weight_files import metadata_of
+
+    names, header = _names_in(file), metadata_of(file) if file.suffix != GGUF else {}
+    predicts_velocity = PREDICTS_VELOCITY in names or any(header.get(key) == VELOCITY for key in PREDICTION_KEYS)
+    needed: dict[str, Any] = {"prediction_type": "v_prediction"} if predicts_velocity else {}
     needed |= {"rescale_betas_zero_snr": True} if ENDS_IN_NOISE in names else {}
+    if names & CONTINUOUS_NOISE and not str(scheduler.get(OWN_CLASS)).startswith("EDM"):
+        needed |= {OWN_CLASS: "EDMEulerScheduler"}
     if wrong := {key: value for key, value in needed.items() if scheduler.get(key) != value}:
         raise ValueError(
             f"{file} was trained with {wrong}, and the scheduler of its base was not: take a base whose "
@@ -175,7 +287,7 @@ def load_part(kind: Any, name: str, file: Path, config: Path, device: torch.devi
 
 def _clip_of(kind: Any, tensors: Mapping[str, Tensor], config: Path, prefix: str) -> Any:
     """Return a text encoder of transformers' class ``kind``. ValueError for tensors that it lacks or does not read."""
-    from accelerate import init_empty_weights  # type: ignore[import-untyped]
+    from accelerate import init_empty_weights
     from diffusers.loaders.single_file_utils import convert_ldm_clip_checkpoint, convert_open_clip_checkpoint
 
     from pipelines.component_weights import describe_faults, sources_of, track, untrack
@@ -204,31 +316,33 @@ def _clip_of(kind: Any, tensors: Mapping[str, Tensor], config: Path, prefix: str
 def _names_in(file: Path) -> frozenset[str]:
     from engines.parallel.weight_files import tensor_names
 
+    if file.suffix == GGUF:
+        return frozenset(tensor.name for tensor in open_gguf(file).tensors)
     return frozenset(tensor_names(file))
 
 
-def _read_file(file: Path, dtype: torch.dtype, prefix: str = "") -> dict[str, Tensor]:
-    """Return the tensors with a ``prefix``, or else the transformer's, without other parts of the pipeline."""
+def _read_file(file: Path, dtype: torch.dtype, prefix: str = "", *, of_all: bool = False) -> dict[str, Tensor]:
+    """Return the tensors with a ``prefix``, those ``of_all`` parts, or else the transformer's without other parts."""
     from safetensors import SafetensorError, safe_open
 
     from engines.quantization.scaled_files import dequantised
 
     if file.suffix == GGUF:
-        return _of_transformer(dict(_read_gguf(file, dtype)))
+        found = dict(_read_gguf(file, dtype))
+        return found if of_all else _of_transformer(found)
     try:
         with safe_open(file, framework="pt") as opened:
             check_metadata(file, header := opened.metadata())
             names = [name for name in opened.keys() if name.startswith(prefix)]  # noqa: SIM118  # it is no dict
             tensors = {name: opened.get_tensor(name) for name in names}
-    except SafetensorError as error:
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is no safetensors file, or not the whole of one ({error})") from error
-    return dequantised(tensors if prefix else _of_transformer(tensors), dtype, [header])
+    return dequantised(tensors if prefix or of_all else _of_transformer(tensors), dtype, [header])
 
 
 def _of_transformer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     own = {name: tensor for name, tensor in tensors.items() if name.startswith(OWN)}
-    said = (PREDICTS_VELOCITY, ENDS_IN_NOISE)
-    return own or {name: x for name, x in tensors.items() if not OTHER_PARTS.match(name) and name not in said}
+    return own or {name: x for name, x in tensors.items() if not (OTHER_PARTS.match(name) or TRAINING.match(name))}
 
 
 def _read_gguf(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -239,13 +353,9 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     import torch
     from diffusers.quantizers.gguf.utils import SUPPORTED_GGUF_QUANT_TYPES, GGUFParameter, dequantize_gguf_tensor
 
-    check_package(file)
-    from gguf import GGMLQuantizationType, GGUFReader
+    reader = open_gguf(file)
+    from gguf import GGMLQuantizationType
 
-    try:
-        reader = GGUFReader(file)
-    except (OSError, ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"{file} is no GGUF file, or not the whole of one ({error})") from error
     for written in reader.tensors:
         kind, tensor = written.tensor_type, torch.from_numpy(written.data.copy())
         if kind not in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
@@ -261,22 +371,16 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
 
 def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path, unused: re.Pattern[str] = UNUSED) -> str:
     """Return missing and unread keys after diffusers' translation of names, on shapes only; empty if none."""
-    from accelerate import init_empty_weights
-    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-
     from pipelines.component_weights import describe_faults, sources_of, track
 
-    written = kind.load_config(str(config))
-    with init_empty_weights():
-        model = kind.from_config(written)
+    model, written = _outline(kind, config)
     own = set(model.state_dict())
-    translated = track({name: tensor.to("meta") for name, tensor in tensors.items()}, set())
-    if not own <= set(tensors):
-        translate = SINGLE_FILE_LOADABLE_CLASSES[kind.__name__]["checkpoint_mapping_fn"]
-        translated = translate(config=written, checkpoint=translated)
+    tracked = track({name: tensor.to("meta") for name, tensor in tensors.items()}, set())
+    translated = _translated(kind, tracked, model, written)
     used = frozenset[str]().union(*(sources_of(x) for name, x in translated.items() if name in own))
+    needed = {name for name, _ in model.named_parameters()} | {name for name in own if STATISTICS.search(name)}
     return describe_faults(
         kind.__name__,
-        missing=[name for name, _ in model.named_parameters() if name not in translated],
+        missing=needed - translated.keys(),
         unread=[name for name in set(tensors) - used if not unused.search(name)],
     )

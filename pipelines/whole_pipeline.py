@@ -39,11 +39,12 @@ from pipelines.blocks.opened import inputs_of
 from pipelines.blocks.sampler import BlocksSampler, check_finite
 from pipelines.component_weights import has_scales, load_folder
 from pipelines.defaults import Defaults
-from pipelines.directory import gguf_in, quantiser_of
+from pipelines.directory import lone_file, quantiser_of
 from pipelines.libraries import quiet_libraries
 from pipelines.models.generic.compiled_forwards import CompiledForwards
 from pipelines.models.generic.whole import DISTILLED_SCALE, REFERENCES, VIDEO_MASK, WholeSpec
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest
+from pipelines.single_file import cast_like_diffusers, load_single_file
 
 logger = logging.getLogger(__name__)
 
@@ -430,7 +431,7 @@ def part_problems(spec: WholeSpec, path: Path) -> Iterator[str]:
     for name, kind in _model_classes(spec, path).items():
         folder = path / name
         is_scaled = not issubclass(kind, ModelMixin) and has_scales(folder)
-        if quantiser_of(folder) or gguf_in(folder) or is_scaled:
+        if quantiser_of(folder) or lone_file(folder) or is_scaled:
             continue
         try:
             with quiet_libraries():
@@ -461,6 +462,8 @@ def _class_of(folder: Path, library: str, name: str) -> Any:
 
 
 def _load_part(name: str, kind: Any, path: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    if issubclass(kind, ModelMixin) and (file := lone_file(path / name)) is not None:
+        return cast_like_diffusers(load_single_file(kind, file, path / name, device, dtype), dtype)
     spec = ComponentSpec(name=name, type_hint=kind, pretrained_model_name_or_path=str(path), subfolder=name)
     return load_folder(spec, path / name, device, dtype, dequantise=False)
 

@@ -191,12 +191,14 @@ def first_not_finite(named: Iterable[tuple[str, Tensor]]) -> str | None:
 
 
 def tensor_files(folder: Path, name: str = NAME) -> dict[str, str]:
-    """Return the file of each tensor of a part, from the index beside ``name`` or that file's own header.
+    """Return the file of each tensor of a part, from the index beside ``name`` and the headers of files.
 
-    Empty if neither exists. ValueError if the file is not a safetensors file.
+    An index may lack tensors of its files, as that of weights that were quantised since. Empty if there is no file.
+    ValueError if a file is not a safetensors file.
     """
     if (index := _index(folder, name)) is not None:
-        return index
+        held = {key: file for file in sorted(set(index.values())) for key in tensor_names(folder / file)}
+        return held | index
     if not (folder / name).is_file():
         return {}
     return dict.fromkeys(tensor_names(folder / name), name)
@@ -235,7 +237,10 @@ def _index(folder: Path, name: str) -> dict[str, str] | None:
     file = folder / f"{name}.index.json"
     if not file.is_file() or (name != NAME and (folder / name).is_file()):
         return None
-    weight_map: dict[str, str] = json.loads(file.read_text())["weight_map"]
+    try:
+        weight_map: dict[str, str] = json.loads(file.read_text())["weight_map"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"{file} is no index of weights ({error}): download it again") from error
     return weight_map
 
 

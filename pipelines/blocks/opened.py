@@ -35,7 +35,7 @@ from pipelines.blocks.tree import Sections
 from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
 from pipelines.directory import (
     U_NET,
-    gguf_in,
+    lone_file,
     open_modular,
     part_class,
     part_folder,
@@ -47,7 +47,16 @@ from pipelines.gpu_weights import fill, move_buffers
 from pipelines.models.registry import load_spec
 from pipelines.models.spec import CONTROL, ModelSpec
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
-from pipelines.single_file import PART_PREFIXES, check_training, has_part, load_part, load_single_file, warn_of_parts
+from pipelines.single_file import (
+    PART_PREFIXES,
+    cast_like_diffusers,
+    check_auto_encoder,
+    check_training,
+    has_part,
+    load_part,
+    load_single_file,
+    warn_of_parts,
+)
 
 WeightsOnHost = Callable[[nn.Module], Collection[str]]
 """Returns the names of the weights of a transformer that stay on the host, to be quantised or offloaded."""
@@ -56,6 +65,7 @@ FRAME_RATES = ("frame_rate", "fps")
 LAST = "last_image"
 PICTURES = ("image", LAST)
 CONTROL_PICTURE, CONTROL_SCALES = "control_image", ("controlnet_conditioning_scale", "conditioning_scale")
+VAE = "vae"
 TOKENIZERS = ("tokenizer", "tokenizer_2", "tokenizer_3")
 SCALES = ("scale_factor_spatial", "scale_factor_temporal")
 UNLIMITED = 10**6
@@ -267,7 +277,7 @@ class OpenedPipeline:
         if self._file is not None and U_NET in self.transformers and has_part(self._file, name):
             part = load_part(spec.type_hint, name, self._file, folder, self._loading_device(stays), self.dtype_of(name))
             return self._moved(part.eval().requires_grad_(False), stays)
-        if name in self.transformers and (file := gguf_in(folder)) is not None:
+        if issubclass(spec.type_hint, ModelMixin) and (file := lone_file(folder)) is not None:
             return self._load_file(name, file, stays)
         if name in self.transformers and (quantiser := quantiser_of(folder)):
             needs_gpu = quantiser == "bitsandbytes"
@@ -304,9 +314,16 @@ class OpenedPipeline:
         folder = part_folder(self.path, name)
         if name == U_NET:
             check_training(file, read_config(self.path, "scheduler"))
-        warn_of_parts(file, self.path, PART_PREFIXES if name == U_NET else ())
-        kind, device = self.part_class(name), self._loading_device(stays)
-        return self._placed(load_single_file(kind, file, folder, device, self.dtype), stays)
+        elif name in self.transformers and part_class(self.path, VAE):
+            check_auto_encoder(self.part_class(VAE), file, part_folder(self.path, VAE))
+        model = load_single_file(self.part_class(name), file, folder, self._loading_device(stays), self.dtype_of(name))
+        if name in self.transformers:
+            beside = PART_PREFIXES if name == U_NET else ()
+            read = [one for one in beside if part_class(self.path, one) and has_part(file, one)]
+            warn_of_parts(file, self.path, read)
+            return self._placed(model, stays)
+        model = cast_like_diffusers(model, self.dtype_of(name))
+        return self._moved(model.eval().requires_grad_(False), stays)
 
     def _loading_device(self, stays: WeightsOnHost | None) -> torch.device:
         return torch.device("cpu") if stays else self.models_device
@@ -445,7 +462,7 @@ def _vae_property(name: str) -> property:
     """Return a property for the auto-encoder's configured scale; pipelines guess it from the number of stages."""
 
     def scale(pipeline: Any) -> Any:
-        value = getattr(getattr(pipeline, "vae", None), "config", {}).get(name)
+        value = getattr(getattr(pipeline, VAE, None), "config", {}).get(name)
         return value or getattr(super(type(pipeline), pipeline), f"vae_{name}")
 
     return property(scale)

@@ -80,13 +80,10 @@ IN_FILES = {"scaled file": scaled_file, "gguf file": gguf_file}
 FORMS: dict[str, Callable[[Path, Path], tuple[str, Tensors]]] = {**IN_FOLDERS, **IN_FILES}
 OF_TWO = ("wan 2.2",)
 """It has two transformers, each in its folder."""
-SCALED_ALONE = ("hunyuan video 1.5", "helios", "helios pyramid", "cosmos 3", "cosmos 3 with sound", "ideogram 4")
-"""Diffusers reads their classes from no single file, and so from no GGUF."""
+OWN_NAMES_ALONE = ("hunyuan video 1.5", "helios", "helios pyramid", "cosmos 3", "cosmos 3 with sound", "ideogram 4")
+"""Diffusers translates no other names of their classes."""
 READABLE = [
-    (name, form)
-    for form in FORMS
-    for name in CASES
-    if form == "scaled folder" or (name not in SCALED_ALONE and (form in IN_FOLDERS or name not in OF_TWO))
+    (name, form) for form in FORMS for name in CASES if form in IN_FOLDERS or name not in (*OF_TWO, *OWN_NAMES_ALONE)
 ]
 
 
@@ -101,11 +98,11 @@ def test_weights_are_what_they_stand_for(name: str, form: str, folders: Callable
     assert sum(not torch.equal(expected[key], x) for key, x in written.items()) > 1, "some are quantised"
 
 
-@pytest.mark.parametrize("name", SCALED_ALONE)
-def test_classes_that_diffusers_reads_from_no_file_are_told(
-    name: str, folders: Callable[[Any], Path], tmp_path: Path
-) -> None:
-    base = folders(CASES[name].make)
-    source, _ = gguf_folder(base, tmp_path / "quantised")
-    with pytest.raises(ValueError, match=r"diffusers reads no \w+ from one file .*: give a folder"):
-        Checkpoint.open(source, "cpu", torch.float32).denoiser()
+@pytest.mark.parametrize("name", OWN_NAMES_ALONE)
+def test_other_names_of_these_classes_are_told(name: str, folders: Callable[[Any], Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders(CASES[name].make), tmp_path / "model")
+    (file,) = (folder / part_of(folder)).glob("*.safetensors")
+    save_file({f"theirs.{key}": x for key, x in load_file(file).items()}, file.with_name("theirs.safetensors"))
+    file.unlink()
+    with pytest.raises(ValueError, match=r"nothing reads a \w+ in other names than diffusers' own"):
+        Checkpoint(folder, "cpu", torch.float32).denoiser()

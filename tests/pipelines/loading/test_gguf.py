@@ -21,7 +21,7 @@ from engines.core.tensors import relative_difference
 from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import weight_problems
 from pipelines.request import MediaRequest
-from pipelines.single_file import split_source
+from pipelines.single_file import check_training, split_source, warn_of_parts
 from pipelines.size import Size
 from tests.pipelines.loading.test_single_file import WEIGHTS, as_its_makers_have_it
 from tests.pipelines.support.checkpoints import tiny_models
@@ -156,6 +156,21 @@ def test_files_that_cannot_be_read_are_errors(base: Path, tmp_path: Path) -> Non
     assert [*weight_problems(checkpoint)] == [f"{file} is no GGUF file: download it again"]
 
 
+def test_other_parts_and_training_are_told_of_as_in_other_files(
+    base: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """stable-diffusion.cpp writes whole checkpoints as GGUF."""
+    file = tmp_path / "whole.gguf"
+    writer = gguf.GGUFWriter(file, "sdxl")
+    for name in ("model.diffusion_model.x", "first_stage_model.x", "v_pred"):
+        writer.add_tensor(name, np.zeros(1, np.float32))
+    finish(writer)
+    warn_of_parts(file, base)
+    assert f"{file} also has first_stage_model, which are not read" in caplog.text
+    with pytest.raises(ValueError, match=r"was trained with \{'prediction_type': 'v_prediction'\}"):
+        check_training(file, {})
+
+
 def test_a_missing_package_is_named_before_anything_starts(base: Path, tmp_path: Path) -> None:
     file = tmp_path / "tuned.gguf"
     file.touch()
@@ -170,15 +185,30 @@ def in_folders(base: Path, folder: Path) -> Path:
     shutil.copytree(base, folder)
     kind = gguf.GGMLQuantizationType.Q8_0
     write(base, folder / "transformer" / "tuned.gguf", kind)
-    encoder, config = (
-        Qwen3Model.from_pretrained(base / "text_encoder"),
-        json.loads((base / "text_encoder" / "config.json").read_text()),
+    write_encoder(base, folder / "text_encoder" / "encoder.gguf", kind)
+    for part in ("transformer", "text_encoder"):
+        for file in (folder / part).glob("*.safetensors"):
+            file.unlink()
+    return folder
+
+
+def write_encoder(
+    base: Path, file: Path, kind: gguf.GGMLQuantizationType, architecture: str = "qwen3", *, more_layers: int = 0
+) -> None:
+    """Write the text encoder of ``base`` in llama.cpp's names, with copies of its first layer behind the others."""
+    config = json.loads((base / "text_encoder" / "config.json").read_text())
+    tensors, num_layers = (
+        dict(Qwen3Model.from_pretrained(base / "text_encoder").state_dict()),
+        config["num_hidden_layers"],
     )
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, config["num_hidden_layers"])
-    writer = gguf.GGUFWriter(folder / "text_encoder" / "encoder.gguf", "qwen3")
-    writer.add_block_count(config["num_hidden_layers"])
+    for number in range(num_layers, num_layers + more_layers):
+        first = {name: weight for name, weight in tensors.items() if name.startswith("layers.0.")}
+        tensors |= {name.replace("layers.0.", f"layers.{number}."): weight for name, weight in first.items()}
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, num_layers + more_layers)
+    writer = gguf.GGUFWriter(file, architecture)
+    writer.add_block_count(num_layers + more_layers)
     writer.add_vocab_size(config["vocab_size"])
-    for name, weight in encoder.state_dict().items():
+    for name, weight in tensors.items():
         values = weight.float().numpy()
         written = names.get_name(f"model.{name}", try_suffixes=(".weight",))
         assert written is not None, name
@@ -187,10 +217,24 @@ def in_folders(base: Path, folder: Path) -> Path:
         else:
             writer.add_tensor(written, values)
     finish(writer)
-    for part in ("transformer", "text_encoder"):
-        for file in (folder / part).glob("*.safetensors"):
-            file.unlink()
-    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"more_layers": 1}, r"no place for blk\.\d\.attn_k\.weight"),
+        ({"architecture": "llama"}, "is of llama, and a Qwen3Model is read from GGUF files of qwen3: take safetensors"),
+        ({"architecture": "qwen2vl"}, "is of qwen2vl, and a Qwen3Model is read from GGUF files of qwen3"),
+    ],
+)
+def test_an_encoder_of_another_size_or_kind_is_refused(
+    base: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    """transformers drops tensors of a GGUF file that the model lacks, and reports none."""
+    folder = in_folders(base, tmp_path / "model")
+    write_encoder(base, folder / "text_encoder" / "encoder.gguf", gguf.GGMLQuantizationType.Q8_0, **changes)
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(folder).text_encoder().encode(Checkpoint(folder).defaults.request())
 
 
 def test_parts_of_a_folder_may_be_gguf(base: Path, tmp_path: Path) -> None:
@@ -212,5 +256,7 @@ def test_parts_of_a_folder_may_be_gguf(base: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has weights of GGUF, which are read whole: say load: whole"):
         Checkpoint(folder).denoiser(sliced=True)
     (folder / "text_encoder" / "other.gguf").touch()
-    with pytest.raises(ValueError, match=r"text_encoder has encoder\.gguf, other\.gguf: leave one GGUF file there"):
+    with pytest.raises(
+        ValueError, match=r"text_encoder has encoder\.gguf, other\.gguf: leave one of these files there"
+    ):
         Checkpoint(folder).text_encoder().encode(request)

@@ -106,15 +106,19 @@ def test_an_auto_encoder_is_what_its_file_stands_for(base: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("part", ["text_encoder", "transformer"])
-def test_a_scale_may_lie_in_another_shard(base: Path, tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize("is_stale", [False, True], ids=["another shard", "an index without scales"])
+def test_a_scale_may_lie_in_another_shard(base: Path, tmp_path: Path, part: str, is_stale: bool) -> None:
+    """An index may also be that of the weights that were quantised."""
     folder = changed(base, part, tmp_path / "scaled", lambda x: marked(scaled(x, ".scale_weight")))
     (file,) = (folder / part).glob("*.safetensors")
     tensors = load_file(file)
     shards = {"one.safetensors": False, "two.safetensors": True}
     for name, has_scales in shards.items():
-        held = {key: x for key, x in tensors.items() if ("scale" in key) == has_scales}
+        held = {key: x for key, x in tensors.items() if ("scale" in key or is_stale) == has_scales}
         save_file(held, folder / part / name, metadata={"format": "pt"})
-    places = {key: "two.safetensors" if "scale" in key else "one.safetensors" for key in tensors}
+    places = {key: "two.safetensors" if "scale" in key or is_stale else "one.safetensors" for key in tensors}
+    if is_stale:
+        places = {key: file for key, file in places.items() if "scale" not in key}
     file.with_name(f"{file.name}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
     file.unlink()
     (whole_file,) = (base / part).glob("*.safetensors")

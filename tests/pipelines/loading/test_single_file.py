@@ -17,8 +17,9 @@ from torch import Tensor
 
 from deployments.model_config import ModelConfig
 from pipelines.checkpoint import Checkpoint
-from pipelines.single_file import PART_PREFIXES, load_single_file, split_source
+from pipelines.single_file import OWN, PART_PREFIXES, split_source
 from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_unknown, tiny_video
+from tests.pipelines.support.checkpoints.parts import shifted_auto_encoder
 
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
 MAKERS_NAMES = {
@@ -114,6 +115,10 @@ def test_a_file_needs_a_base_and_must_be_there(tmp_path: Path) -> None:
         Checkpoint.open("tuned.safetensors")
     with pytest.raises(ValueError, match=r"there is no file .*tuned.safetensors"):
         Checkpoint.open(f"{tmp_path}/tuned.safetensors@flux-shapes")
+    (tmp_path / "tuned.ckpt").touch()
+    for source in (f"{tmp_path}/tuned.ckpt", f"{tmp_path}/tuned.ckpt@flux-shapes"):
+        with pytest.raises(ValueError, match=r"tuned\.ckpt is a file, and only \.safetensors or \.gguf files are read"):
+            Checkpoint.open(source)
 
 
 def test_another_models_file_is_an_error(base: Path, tuned: dict[str, Tensor], tmp_path: Path) -> None:
@@ -126,12 +131,8 @@ def test_another_models_file_is_an_error(base: Path, tuned: dict[str, Tensor], t
 
 
 def test_what_cannot_be_read_so_is_an_error(base: Path, tmp_path: Path) -> None:
-    from diffusers import HunyuanVideo15Transformer3DModel
-
     file = tmp_path / "tuned.safetensors"
     file.touch()
-    with pytest.raises(ValueError, match="reads no HunyuanVideo15Transformer3DModel from one file"):
-        load_single_file(HunyuanVideo15Transformer3DModel, file, base, torch.device("cpu"), torch.float32)
     with pytest.raises(ValueError, match="which is read whole: say load: whole"):
         Checkpoint.open(f"{file}@{base}").denoiser(sliced=True)
     two = tiny_video.wan_picture_two_experts(tmp_path / "two")
@@ -276,15 +277,27 @@ def test_parts_that_are_not_whole_are_refused(
         checkpoint.decoder()._pipeline if part == "vae" else checkpoint.text_encoder()._pipeline
 
 
+VELOCITY, EDM = {"prediction_type": "v_prediction"}, {"_class_name": "EDMEulerScheduler"}
+
+
 @pytest.mark.parametrize(
-    ("key", "settings"), [("v_pred", {"prediction_type": "v_prediction"}), ("ztsnr", {"rescale_betas_zero_snr": True})]
+    ("keys", "header", "settings"),
+    [
+        (["v_pred"], {}, VELOCITY),
+        (["ztsnr"], {}, {"rescale_betas_zero_snr": True}),
+        ([], {"modelspec.prediction_type": "v"}, VELOCITY),
+        ([], {"modelspec.predict_key": "v"}, VELOCITY),
+        (["edm_mean", "edm_std"], {}, EDM),
+        (["edm_vpred.sigma_max", "edm_vpred.sigma_min"], {}, EDM),
+    ],
 )
 def test_a_u_net_for_another_scheduler_is_refused(
-    folders: Callable[[Any], Path], tmp_path: Path, key: str, settings: dict[str, Any]
+    folders: Callable[[Any], Path], tmp_path: Path, keys: list[str], header: dict[str, str], settings: dict[str, Any]
 ) -> None:
-    """ComfyUI takes empty keys of these names for that training; with another scheduler the picture is noise."""
+    """ComfyUI and kohya's scripts say so how it was trained; with another scheduler the picture is noise."""
     base, file = folders(tiny_unknown.sdxl), tmp_path / "tuned.safetensors"
-    save_file(load_file(base / "unet" / "diffusion_pytorch_model.safetensors") | {key: torch.zeros(0)}, file)
+    own = load_file(base / "unet" / "diffusion_pytorch_model.safetensors")
+    save_file(own | {key: torch.zeros(0) for key in keys}, file, header)
     with pytest.raises(ValueError, match=rf"was trained with \{{'{next(iter(settings))}'"):
         Checkpoint.open(f"{file}@{base}", "cpu", torch.float32).denoiser()
     fitting = shutil.copytree(base, tmp_path / "base")
@@ -293,11 +306,33 @@ def test_a_u_net_for_another_scheduler_is_refused(
     assert Checkpoint.open(f"{file}@{fitting}", "cpu", torch.float32).denoiser().modules
 
 
+@pytest.mark.parametrize("prefix", ["vae.", "first_stage_model."])
+@pytest.mark.parametrize("is_other", [False, True])
+def test_a_file_of_a_model_with_another_auto_encoder_is_refused(
+    base: Path, tuned: dict[str, Tensor], tmp_path: Path, prefix: str, is_other: bool
+) -> None:
+    """The base's would be used, and nothing but the picture would show it: releases of LTX-Video differ in it alone."""
+    own = load_file(next((base / "vae").glob("*.safetensors")))
+    vae = as_stability_has_it(shifted_auto_encoder(8, 3).state_dict() if is_other else own)
+    theirs = {name.replace("first_stage_model.", prefix): x.contiguous() for name, x in vae.items()}
+    save_file(as_its_makers_have_it(tuned) | theirs, tmp_path / "whole.safetensors")
+    source = f"{tmp_path / 'whole.safetensors'}@{base}"
+    if is_other:
+        with pytest.raises(
+            ValueError, match=r"whole\.safetensors has another auto-encoder than the AutoencoderKL of its base"
+        ):
+            weights_of(source)
+    else:
+        assert torch.equal(weights_of(source)["cap_pad_token"], tuned["cap_pad_token"])
+
+
 def test_parts_that_come_from_the_base_are_told(
     base: Path, tuned: dict[str, Tensor], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "whole.safetensors"
-    save_file(as_its_makers_have_it(tuned) | {"vae.conv.weight": torch.ones(1), "text_encoders.x": torch.ones(1)}, file)
+    more = ("vae.conv.weight", "text_encoders.x", "clip_vision.x", OWN + "video_embeddings_connector.x", "model_ema.x")
+    save_file(as_its_makers_have_it(tuned) | {name: torch.ones(1) for name in more}, file)
     with caplog.at_level(logging.WARNING):
         weights_of(f"{file}@{base}")
-    assert f"{file} also has text_encoders, vae, which are not read: these parts are those of {base}" in caplog.text
+    others = "clip_vision, text_encoders, vae, video_embeddings_connector"
+    assert f"{file} also has {others}, which are not read: these parts are those of {base}" in caplog.text

@@ -139,6 +139,18 @@ def test_a_head_that_an_encoder_goes_without_is_no_loss(base: Path, tmp_path: Pa
     load("text_encoder", changed(base, "text_encoder", tmp_path / "more", lambda tensors: tensors | others))
 
 
+@pytest.mark.parametrize("key", ["layers.0.mlp.up_proj.weight_scale_inv", "layers.7.mlp.up_proj.weight"])
+def test_keys_of_a_whole_language_model_belong_to_its_layers(base: Path, tmp_path: Path, key: str) -> None:
+    """Scales of blocks (Qwen's fp8 files) and layers too many were lost from files with the whole model's prefix."""
+
+    def as_published(tensors: Tensors) -> Tensors:
+        assert not any(name.startswith("model.") for name in tensors)
+        return {f"model.{name}": x for name, x in (tensors | {key: torch.ones(1, 1)}).items()}
+
+    with pytest.raises(ValueError, match=rf"has no place for model\.{re.escape(key)}"):
+        load("text_encoder", changed(base, "text_encoder", tmp_path / "more", as_published))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_damaged_encoder_is_told_where_it_is_read_as_on_gpus(
     base: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
