@@ -17,13 +17,7 @@ class Communicator:
     """One rank's membership. ``timeout_s`` is the library's own limit, a last resort behind the gang's deadlines."""
 
     def __init__(
-        self,
-        *,
-        rank: int,
-        num_ranks: int,
-        device: torch.device,
-        timeout_s: float,
-        nccl: NcclOptions = DEFAULT_OPTIONS,
+        self, *, rank: int, num_ranks: int, device: torch.device, timeout_s: float, nccl: NcclOptions = DEFAULT_OPTIONS
     ) -> None:
         self._rank = rank
         self._num_ranks = num_ranks

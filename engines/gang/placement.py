@@ -51,9 +51,7 @@ def rank_bundle_index(config: GangConfig, rank: int) -> int:
 
 def rank_strategy(config: GangConfig, rank: int, group: PlacementGroup) -> PlacementGroupSchedulingStrategy:
     return PlacementGroupSchedulingStrategy(
-        group,
-        placement_group_bundle_index=rank_bundle_index(config, rank),
-        placement_group_capture_child_tasks=True,
+        group, placement_group_bundle_index=rank_bundle_index(config, rank), placement_group_capture_child_tasks=True
     )
 
 

@@ -92,12 +92,7 @@ class WeightFiles:
                     self._fill_one(owner, prefix, slices, files.get(prefix.split(".")[0], files[""]), on_host)
 
     def _fill_one(
-        self,
-        owner: nn.Module,
-        prefix: str,
-        slices: Mapping[str, Slice],
-        files: _OpenFiles,
-        on_host: Collection[str],
+        self, owner: nn.Module, prefix: str, slices: Mapping[str, Slice], files: _OpenFiles, on_host: Collection[str]
     ) -> None:
         for leaf, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             name = f"{prefix}.{leaf}" if prefix else leaf

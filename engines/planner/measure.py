@@ -234,13 +234,7 @@ def measure_here(profile: ModelProfile, num_ranks: int, device_type: str, attent
 
 
 def _rank(
-    rank: int,
-    answer: Connection,
-    profile: ModelProfile,
-    num_ranks: int,
-    port: int,
-    device_type: str,
-    attention: str,
+    rank: int, answer: Connection, profile: ModelProfile, num_ranks: int, port: int, device_type: str, attention: str
 ) -> None:
     device = torch.device(device_type, rank) if device_type == "cuda" else torch.device(device_type)
     torch.set_num_threads(1)

@@ -11,13 +11,7 @@ from engines.core.model import DenoiserModel, dtype_of
 from engines.core.spec import ParallelSpec, scheme_of
 from engines.tensorrt_engine.build.bindings import Target, load_bindings
 from engines.tensorrt_engine.build.caches import DEFAULT_FOLDER
-from engines.tensorrt_engine.rules import (
-    TensorRTOptions,
-    Weights,
-    check_options,
-    check_precision,
-    check_spec,
-)
+from engines.tensorrt_engine.rules import TensorRTOptions, Weights, check_options, check_precision, check_spec
 
 RingForm = Literal["none", "segments", "native"]
 MIN_FUSED_HEADS = 2

@@ -12,13 +12,7 @@ from engines.parallel.collectives import all_gather
 from engines.parallel.local_attention import crop_keys, local_kernel
 from engines.parallel.mesh import Team
 from engines.parallel.strategies import team_kernel
-from engines.torch_engine.exchange.heads import (
-    KeyMask,
-    LocalHeads,
-    UlyssesHeads,
-    attention_of,
-    without_lse,
-)
+from engines.torch_engine.exchange.heads import KeyMask, LocalHeads, UlyssesHeads, attention_of, without_lse
 from engines.torch_engine.exchange.peer_heads import PeerHeads
 from engines.torch_engine.exchange.peer_memory import reachable
 

@@ -64,9 +64,7 @@ class HoistedCache:
         timesteps_S, step = branch.schedule.timesteps_S, branch.schedule.step
         sources = (timesteps_S, *shared.values())
         scheduled = self._get(
-            (id(weights), branch.additions),
-            sources,
-            lambda: weights.scheduled(branch.inputs, timesteps_S[:, None]),
+            (id(weights), branch.additions), sources, lambda: weights.scheduled(branch.inputs, timesteps_S[:, None])
         )
         return {**fixed, **{name: stacked[step] for name, stacked in scheduled.items()}}
 

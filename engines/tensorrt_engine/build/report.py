@@ -122,10 +122,7 @@ def build_engine(
         graphs = _export(exporter, buckets, team)
     export_s = time.perf_counter() - started_s
     options = BuildOptions(
-        target=target,
-        weight_streaming=weight_streaming,
-        strip_weights=strip_weights,
-        timing_cache_dir=config.cache_dir,
+        target=target, weight_streaming=weight_streaming, strip_weights=strip_weights, timing_cache_dir=config.cache_dir
     )
     cache = EngineCache(config.cache_dir)
     named = {"strategy": resolved.spec.name, "precision": resolved.precision}

@@ -92,11 +92,7 @@ class UlyssesHeads:
         norm_and_rotate(qkv_R3HD, norms, sent_WLB3hD.permute(1, 2, 3, 0, 4, 5))
         pending_WLB3hD = start_all_to_all(sent_WLB3hD, self._axis)
         return UlyssesSent(
-            kernel=self._attend,
-            axis=self._axis,
-            pending_WLB3hD=pending_WLB3hD,
-            num_rows=rows,
-            num_columns=heads * dim,
+            kernel=self._attend, axis=self._axis, pending_WLB3hD=pending_WLB3hD, num_rows=rows, num_columns=heads * dim
         )
 
     def send_run(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms, start: int, stop: int) -> None:

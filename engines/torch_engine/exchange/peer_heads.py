@@ -144,12 +144,7 @@ class PeerHeads:
         memory, (rows, _, heads, dim) = self._memory(qkv_R3HD), qkv_R3HD.shape
         received = memory.inbox.local.view(self._axis.size * rows // batch, batch, 3, -1, dim)
         return PeerSent(
-            exchange=self,
-            memory=memory,
-            qkv_LB3hD=received,
-            num_rows=rows,
-            num_columns=heads * dim,
-            copies=copies,
+            exchange=self, memory=memory, qkv_LB3hD=received, num_rows=rows, num_columns=heads * dim, copies=copies
         )
 
     def _copy_queries(self, memory: _Memory) -> Copies:
