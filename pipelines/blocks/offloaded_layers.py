@@ -67,9 +67,7 @@ class LayerBytes:
 
     def __add__(self, other: LayerBytes) -> LayerBytes:
         return LayerBytes(
-            layers=self.layers + other.layers,
-            buffers=self.buffers + other.buffers,
-            prompt=self.prompt + other.prompt,
+            layers=self.layers + other.layers, buffers=self.buffers + other.buffers, prompt=self.prompt + other.prompt
         )
 
 

@@ -35,12 +35,7 @@ DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 MLPS = ("ff", "ff_context")
 
 
-DEV = replace(
-    PICTURE,
-    guidance_scale=4.0,
-    max_pictures=4,
-    max_tokens=MAX_TOKENS,
-)
+DEV = replace(PICTURE, guidance_scale=4.0, max_pictures=4, max_tokens=MAX_TOKENS)
 """The others differ in a few values (from their model cards on the hub)."""
 INPAINTING: Mapping[str, Any] = {
     "takes_mask": True,

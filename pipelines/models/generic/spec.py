@@ -17,16 +17,7 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ShardPlan
 from pipelines.control_network import PART, control_defaults
 from pipelines.defaults import Defaults
-from pipelines.directory import (
-    CLASSIC,
-    DENOISERS,
-    MODULAR,
-    U_NET,
-    open_modular,
-    part_class,
-    read_config,
-    read_index,
-)
+from pipelines.directory import CLASSIC, DENOISERS, MODULAR, U_NET, open_modular, part_class, read_config, read_index
 from pipelines.models.generic.outline import empty, repeated_blocks
 from pipelines.models.spec import CONTROL, Config, ModelSpec, blank_like, check_channels, lazy, scale_residual
 from pipelines.recipes import Recipe
@@ -64,7 +55,7 @@ RECIPES: Mapping[str, Mapping[str, Recipe]] = {
         "lightning-4": Recipe(num_inference_steps=4, **DISTILLED),
         "lightning-8": Recipe(num_inference_steps=8, **DISTILLED),
         "lcm-4": Recipe(num_inference_steps=4, scheduler="lcm", true_cfg_scale=1.0),
-    },
+    }
 }
 """By pipeline, from the cards of ByteDance/SDXL-Lightning (sdxl_lightning_4step_lora.safetensors and the like: Euler,
 trailing timesteps, no guidance) and latent-consistency/lcm-lora-sdxl (LCM, 2 to 8 steps, no guidance)."""

@@ -41,10 +41,7 @@ PROMPT_WINDOW = 64
 
 def linears_of(blocks: str) -> tuple[ColumnLinear | RowLinear, ...]:
     """Return the linears of repeated blocks that a tensor axis splits."""
-    return (
-        *joint_attention_linears(f"{blocks}.*.attn"),
-        *mlp_linears(f"{blocks}.*.img_mlp", f"{blocks}.*.txt_mlp"),
-    )
+    return (*joint_attention_linears(f"{blocks}.*.attn"), *mlp_linears(f"{blocks}.*.img_mlp", f"{blocks}.*.txt_mlp"))
 
 
 SHARD_PLAN = ShardPlan(

@@ -31,10 +31,7 @@ SHARDS = (
     TokenShard(module="pos_embed", where="output", key=0, dim=1, stream=IMAGE),
     TokenShard(module="context_embedder", where="output", key=0, dim=1, stream=TEXT),
 )
-LINEARS = (
-    *joint_attention_linears(f"{BLOCKS}.*.attn"),
-    *mlp_linears(f"{BLOCKS}.*.ff", f"{BLOCKS}.*.ff_context"),
-)
+LINEARS = (*joint_attention_linears(f"{BLOCKS}.*.attn"), *mlp_linears(f"{BLOCKS}.*.ff", f"{BLOCKS}.*.ff_context"))
 
 
 MEDIUM = replace(

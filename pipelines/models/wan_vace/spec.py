@@ -82,10 +82,7 @@ class WanVaceSpec(WanSpec):
         """Return the encoded clip, without one too, with the pictures before it, and its weights."""
         import torch
 
-        config, (frames, *sides) = (
-            read_config(path, "transformer"),
-            latent_sizes(request, space_time_scales(path)),
-        )
+        config, (frames, *sides) = (read_config(path, "transformer"), latent_sizes(request, space_time_scales(path)))
         return {
             CONTROL: torch.zeros(1, config["vace_in_channels"], request.num_pictures + frames, *sides),
             SCALES: torch.ones(len(config["vace_layers"])),
