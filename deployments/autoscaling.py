@@ -10,15 +10,7 @@ from typing import Any
 
 from ray.serve.config import AutoscalingContext
 
-from engines.gang.autoscaling import (
-    UNHEARD,
-    GangReport,
-    GangScaler,
-    Observation,
-    RankDemand,
-    ScalingRules,
-    share_ranks,
-)
+from engines.gang.autoscaling import UNHEARD, GangReport, GangScaler, Observation, RankDemand, ScalingRules, share_ranks
 
 DECIDE_EVERY_S = 1.0
 """Replicas report this often."""

@@ -11,13 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    Field,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import BaseModel, Field, PositiveFloat, PositiveInt, model_validator
 from pydantic.dataclasses import dataclass
 
 from deployments.clips.settings import ClipLimits
@@ -27,10 +21,7 @@ from deployments.http.settings import ApiLimits
 from deployments.model_config import SECTION, ModelConfig, check_sleeping
 from deployments.observability.metrics_settings import MetricsSettings
 from deployments.requests.enhancer_config import PromptEnhancerConfig
-from deployments.stages.stage_config import (
-    STRICT,
-    ApiScalingConfig,
-)
+from deployments.stages.stage_config import STRICT, ApiScalingConfig
 from pipelines.request import MetadataLevel
 
 STORAGE = re.compile(r"(?!file:)[a-z][a-z0-9+]*://[^/\s]+(/\S*)?")

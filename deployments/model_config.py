@@ -6,23 +6,11 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal, Self, cast
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    PositiveFloat,
-    model_validator,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, PositiveFloat, model_validator
 
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.requests.fields import Quality
-from deployments.stages.stage_config import (
-    DataType,
-    DecoderConfig,
-    DenoiserConfig,
-    EncoderConfig,
-)
+from deployments.stages.stage_config import DataType, DecoderConfig, DenoiserConfig, EncoderConfig
 from engines.core.spec import Attention
 from pipelines.loading import ModelSource
 from pipelines.lora.source import LoraLimits, LoraSource, check_sources

@@ -14,13 +14,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
-from deployments.clips.storage import (
-    FILE_NAMES,
-    StorageLostError,
-    Variant,
-    input_files,
-    inputs_of,
-)
+from deployments.clips.storage import FILE_NAMES, StorageLostError, Variant, input_files, inputs_of
 from pipelines.request import InputPictures, MediaRequest
 
 CHECK_EVERY_S = 10.0

@@ -83,8 +83,7 @@ class MediaBody(PeerFields):
         None, description="Defaults by their name in /v1/models; what the request says itself wins."
     )
     enhance_prompt: bool | None = Field(
-        None,
-        description="Whether a language model rewrites the prompt first; by default what the model's card says.",
+        None, description="Whether a language model rewrites the prompt first; by default what the model's card says."
     )
     size: Size | None = Field(None, description="WIDTHxHEIGHT in pixels, or auto.", examples=["128x128"])
     width: Count | None = Field(None, description="Pixels, with height; instead of size.")
@@ -285,8 +284,7 @@ class VideoBody(MediaBody):
     num_frames: Count | None = Field(None, description="Length in frames, instead of seconds.")
     fps: int | None = Field(None, ge=1, le=120, description="Frames a second.")
     generate_sound: bool | None = Field(
-        None,
-        description="Whether the clip has a sound; by default as its model does, whose make_sound says it.",
+        None, description="Whether the clip has a sound; by default as its model does, whose make_sound says it."
     )
     webhook: Annotated[WebhookBody, BeforeValidator(_webhook)] | None = Field(
         None,

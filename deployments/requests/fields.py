@@ -9,12 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
 
 from PIL import ImageColor
-from pydantic import (
-    AfterValidator,
-    PlainValidator,
-    StringConstraints,
-    WithJsonSchema,
-)
+from pydantic import AfterValidator, PlainValidator, StringConstraints, WithJsonSchema
 from pydantic_core import PydanticCustomError, from_json
 
 from pipelines.lora.source import MAX_SCALE, check_scale

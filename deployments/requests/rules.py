@@ -185,12 +185,7 @@ class RequestRules:
 def _requester_fields(requester: Requester) -> dict[str, Any]:
     """Return who asks, and since when. Clients may send one id twice; in the gang each job needs its own."""
     request_id = f"{requester.request_id}-{secrets.token_hex(4)}"
-    return {
-        "request_id": request_id,
-        "key": requester.key,
-        "weight": requester.weight,
-        "waited_s": requester.waited_s,
-    }
+    return {"request_id": request_id, "key": requester.key, "weight": requester.weight, "waited_s": requester.waited_s}
 
 
 def checks(request: MediaRequest, card: ModelCard) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -16,15 +16,7 @@ from ray.serve.handle import DeploymentHandle
 from deployments.asyncio_tools import cancel, produced
 from deployments.observability.metrics import observe_encoding, observe_stage
 from deployments.ray_private import object_ref, object_ref_generator
-from deployments.service.interface import (
-    Media,
-    ModelUnavailableError,
-    Output,
-    Preview,
-    Queued,
-    StageTimes,
-    StudioEvent,
-)
+from deployments.service.interface import Media, ModelUnavailableError, Output, Preview, Queued, StageTimes, StudioEvent
 from deployments.stages.common import Decoded, EncodingDone, SentPictures, StageEvent
 from deployments.stages.measured_times import DecodeKey, DecodeTimes, decode_key
 from engines.gang.errors import QueueFullError

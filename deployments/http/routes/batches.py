@@ -58,11 +58,7 @@ class FileObject(BaseModel):
     @classmethod
     def of(cls, file: FileRecord) -> FileObject:
         return cls(
-            id=file.id,
-            bytes=file.num_bytes,
-            created_at=file.created_at,
-            filename=file.filename,
-            purpose=file.purpose,
+            id=file.id, bytes=file.num_bytes, created_at=file.created_at, filename=file.filename, purpose=file.purpose
         )
 
 

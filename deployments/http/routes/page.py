@@ -69,10 +69,7 @@ def add_page(router: APIRouter, path: str, name: str, policy: str) -> None:
     page = (WEB / name).read_text(encoding="utf-8")
     hashes = (hashlib.sha256(script.encode()).digest() for script in INLINE.findall(page))
     scripts = " ".join(f"'sha256-{base64.b64encode(one).decode()}'" for one in hashes)
-    headers = {
-        "Content-Security-Policy": policy.replace("{scripts}", scripts),
-        "X-Content-Type-Options": "nosniff",
-    }
+    headers = {"Content-Security-Policy": policy.replace("{scripts}", scripts), "X-Content-Type-Options": "nosniff"}
 
     @router.get(path)
     async def read_page() -> HTMLResponse:

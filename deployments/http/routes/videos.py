@@ -67,10 +67,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         openapi_extra=body_document(VideoBody, JSON, *FORMS),
     )
     async def create_video(
-        request: Request,
-        response: Response,
-        requester: Requester = authorized,
-        idempotency_key: IdempotencyKey = None,
+        request: Request, response: Response, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
     ) -> Video:
         """Queue a clip. Its record is on disk before the answer, and survives a restart.
 
@@ -173,10 +170,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
 
     @router.post("/v1/videos/edits", **document)
     async def edit_video(
-        request: Request,
-        response: Response,
-        requester: Requester = authorized,
-        idempotency_key: IdempotencyKey = None,
+        request: Request, response: Response, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
     ) -> Video:
         """Queue a clip that is made of the one in the field video."""
         clip = await submit_clip(context, request, requester, idempotency_key, adapt=with_video)
