@@ -69,10 +69,7 @@ async def soak(
     """Run the storm and the peace after it, at an application that runs among the children of ``server``."""
     turns = drawn_turns(arguments.requests, arguments.policy, len(keys), arguments.seed)
     killer = Killer(
-        server=server,
-        every_s=arguments.every_s,
-        rng=random.Random(arguments.seed),
-        kinds=arguments.kinds.split(","),
+        server=server, every_s=arguments.every_s, rng=random.Random(arguments.seed), kinds=arguments.kinds.split(",")
     )
     no_limit = httpx.Limits(max_connections=None, max_keepalive_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=no_limit, trust_env=uses_proxies(url)) as http:

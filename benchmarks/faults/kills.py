@@ -119,10 +119,7 @@ def faults(application: Application, model: str) -> Iterator[Fault]:
     for name, number in SIGNALS.items():
         for kind in kinds:
             yield Fault(name=f"{name} {kind}", aim=_aim(application, model, kind, number))
-        yield Fault(
-            name=f"{name} controller, kill -9 rank",
-            aim=_aim_at_both(application, model, number),
-        )
+        yield Fault(name=f"{name} controller, kill -9 rank", aim=_aim_at_both(application, model, number))
         yield Fault(name=f"{name} new ranks in a start", aim=_aim_at_a_start(application, model, number))
 
 

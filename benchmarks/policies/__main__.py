@@ -139,10 +139,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument(
-        "--owners",
-        type=argument_type(load_owners),
-        default="three",
-        help="a file, a known name, or none",
+        "--owners", type=argument_type(load_owners), default="three", help="a file, a known name, or none"
     )
     parser.add_argument("--scale", type=float, default=3.0, help="a deadline, in times the lone time")
     return parser.parse_args()

@@ -129,9 +129,7 @@ def measured(application: Application, setting: Setting, arguments: argparse.Nam
     times = {"node_starts_s": [0.0], "gang_starts_s": starts_s, "node_idle_s": 0.0}
     times |= step_times(outcomes[len(FIRST) :], setting.steps)
     real = Run(
-        latencies_s=[one.latency_s for one in outcomes],
-        moments=moments_of(gangs, begin_s),
-        num_starts=len(starts_s),
+        latencies_s=[one.latency_s for one in outcomes], moments=moments_of(gangs, begin_s), num_starts=len(starts_s)
     )
     simulation = simulated(arrivals, times, setting)
     return Comparison(
