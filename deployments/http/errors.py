@@ -112,16 +112,15 @@ def from_failure(failure: Exception) -> ApiError | None:
         case RequestError():
             return ApiError(STATUSES.get(failure.code, 400), failure.message, param=failure.param, code=failure.code)
         case LimitReachedError():
-            return ApiError(429, str(failure), code="key_limit", headers=retry_after(failure.retry_after_s))
+            return _later(429, "key_limit", failure)
         case AccountsUnavailableError():
-            headers = retry_after(failure.retry_after_s)
-            return ApiError(503, str(failure), code="accounts_unavailable", headers=headers)
+            return _later(503, "accounts_unavailable", failure)
         case TooLateError():
-            return ApiError(429, str(failure), code="too_late", headers=retry_after(failure.retry_after_s))
+            return _later(429, "too_late", failure)
         case QueueFullError():
-            return ApiError(429, str(failure), code="queue_full", headers=retry_after(failure.retry_after_s))
+            return _later(429, "queue_full", failure)
         case ModelUnavailableError():
-            return ApiError(503, str(failure), code="model_not_ready", headers=retry_after(failure.retry_after_s))
+            return _later(503, "model_not_ready", failure)
         case StorageLostError() | exc.DBAPIError() | exc.TimeoutError():
             message = str(failure) if isinstance(failure, StorageLostError) else "The records of clips cannot be got at"
             return ApiError(503, message, code="storage_unavailable", headers=retry_after(10.0))
@@ -139,6 +138,10 @@ def from_failure(failure: Exception) -> ApiError | None:
         case ValueError():
             return ApiError(400, str(failure))
     return None
+
+
+def _later(status: int, code: str, failure: Any) -> ApiError:
+    return ApiError(status, str(failure), code=code, headers=retry_after(failure.retry_after_s))
 
 
 def answer_to(failure: Exception, request_id: str) -> ApiError:

@@ -8,6 +8,7 @@ import re
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -57,9 +58,7 @@ class FileObject(BaseModel):
 
     @classmethod
     def of(cls, file: FileRecord) -> FileObject:
-        return cls(
-            id=file.id, bytes=file.num_bytes, created_at=file.created_at, filename=file.filename, purpose=file.purpose
-        )
+        return cls(**asdict(file), bytes=file.num_bytes)
 
 
 class FileList(BaseModel):
@@ -112,21 +111,10 @@ class BatchObject(BaseModel):
     @classmethod
     def of(cls, batch: BatchRecord) -> BatchObject:
         ends = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
+        fields = asdict(batch) | {f"{name}_at": batch.times.get(name) for name in ends}
+        fields["errors"] = BatchErrors(data=batch.errors) if batch.errors else None
         counts = RequestCounts(total=batch.num_total, completed=batch.num_completed, failed=batch.num_failed)
-        return cls(
-            id=batch.id,
-            endpoint=batch.endpoint,
-            errors=BatchErrors(data=batch.errors) if batch.errors else None,
-            input_file_id=batch.input_file_id,
-            status=batch.status,
-            output_file_id=batch.output_file_id,
-            error_file_id=batch.error_file_id,
-            created_at=batch.created_at,
-            expires_at=batch.expires_at,
-            request_counts=counts,
-            metadata=batch.metadata,
-            **{f"{name}_at": batch.times.get(name) for name in ends},
-        )
+        return cls(**fields, request_counts=counts)
 
 
 class BatchList(BaseModel):

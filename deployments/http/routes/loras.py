@@ -7,7 +7,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import ExitStack, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal
 
@@ -97,13 +97,8 @@ class LoraObject(BaseModel):
     @classmethod
     def of(cls, record: LoraRecord, context: ApiContext, requester: Requester) -> LoraObject:
         return cls(
-            id=record.id,
-            model=record.model,
-            name=record.name,
-            scale=record.scale,
-            part=record.part,
+            **asdict(record),
             bytes=record.num_bytes,
-            status=record.status,
             shared=not record.scope,
             is_own=may_delete(record, context, requester),
             created_at=int(record.created_at_s),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,6 @@ from deployments.requests.request_errors import RequestError
 from deployments.requests.rules import Requester, RequestRules
 from deployments.requests.size_choice import clip_seconds
 from deployments.service.interface import ModelCard
-from pipelines.request import InputPictures, MediaRequest
 
 STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}
 MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
@@ -74,8 +73,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         One with ``deadline_s`` begins at once, or is refused.
         """
         clip = await submit_clip(context, request, requester, idempotency_key)
-        response.headers.update(told_of(clip))
-        return Video.of(clip)
+        return told(clip, response)
 
     @router.post(
         "/v1/videos/sync",
@@ -97,8 +95,8 @@ def video_routes(context: ApiContext) -> APIRouter:
         path = await context.clips.file(clip.id, "video")
         if path is None:
             raise await not_there(context.clips, end, "video")
-        told = measures([end.timings], clip.request.cache) | enhancer_header(clip.request)
-        return clip_file(path, clip.id, "video", told | {"X-Troupe-Video-Id": clip.id})
+        measured = measures([end.timings], clip.request.cache) | enhancer_header(clip.request)
+        return clip_file(path, clip.id, "video", measured | {"X-Troupe-Video-Id": clip.id})
 
     _add_remix_routes(router, context)
 
@@ -114,8 +112,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     async def read_video(video_id: str, response: Response, requester: Requester = authorized) -> Video:
         """One clip: where it is in the queue or in its steps, or why it failed."""
         clip = await find_clip(context, requester, video_id)
-        response.headers.update(told_of(clip))
-        return Video.of(clip)
+        return told(clip, response)
 
     @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404, 503))
     async def delete_video(video_id: str, requester: Requester = authorized) -> VideoDeleted:
@@ -174,8 +171,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
     ) -> Video:
         """Queue a clip that is made of the one in the field video."""
         clip = await submit_clip(context, request, requester, idempotency_key, adapt=with_video)
-        response.headers.update(told_of(clip))
-        return Video.of(clip)
+        return told(clip, response)
 
     @router.post("/v1/videos/{video_id}/remix", **document)
     async def remix_video(
@@ -189,8 +185,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
         source = await find_clip(context, requester, video_id)
         adapt = partial(as_remix, source=source, cards=context.studio.cards())
         clip = await submit_clip(context, request, requester, idempotency_key, adapt=adapt)
-        response.headers.update(told_of(clip))
-        return Video.of(clip)
+        return told(clip, response)
 
 
 def with_video(body: VideoBody) -> VideoBody:
@@ -245,9 +240,13 @@ async def submit_clip(
             asked = replace(asked, source_clip_id=clip_id_of(resolved.body.sources.video))
             await context.check_ready(asked.model)
             asked = await context.enhanced(request, asked)
+            arguments = (asked, clip_seconds(asked), asked.key, resolved.pictures)
             webhook = webhook_of(context, resolved.body, requester)
-            make = begin_clip if is_awaited or asked.deadline_s is not None else queue_clip
-            clip = await make(context, request, requester, asked, resolved.pictures, webhook)
+            if is_awaited or asked.deadline_s is not None:
+                clip = await begin_clip(context, request, requester, partial(context.clips.begin, *arguments, webhook))
+            else:
+                async with context.key_limits.clip(asked.key):
+                    clip = await context.clips.submit(*arguments, webhook)
             await context.known.keep(turn, clip.id.encode())
         return clip
 
@@ -261,33 +260,17 @@ def webhook_of(context: ApiContext, body: VideoBody, requester: Requester) -> We
         raise RequestError(f"webhook cannot be used: {error}", "webhook") from None
 
 
-async def queue_clip(
-    context: ApiContext,
-    request: Request,
-    requester: Requester,
-    asked: MediaRequest,
-    pictures: InputPictures,
-    webhook: Webhook | None,
-) -> ClipRecord:
-    """Return the record of a new clip, queued."""
-    async with context.key_limits.clip(asked.key):
-        return await context.clips.submit(asked, clip_seconds(asked), asked.key, pictures, webhook)
-
-
 async def begin_clip(
     context: ApiContext,
     request: Request,
     requester: Requester,
-    asked: MediaRequest,
-    pictures: InputPictures,
-    webhook: Webhook | None,
+    begin: Callable[[], Awaitable[tuple[str, asyncio.Future[None]]]],
 ) -> ClipRecord:
     """Return the record of a clip that a gang has taken. If none does, or the client leaves, there is no clip."""
     clip_id = ""
     try:
-        async with context.key_limits.clip(asked.key):
-            arguments = (asked, clip_seconds(asked), asked.key, pictures, webhook)
-            clip_id, admission = await context.clips.begin(*arguments)
+        async with context.key_limits.clip(requester.key):
+            clip_id, admission = await begin()
         await until_disconnect(request.receive, asyncio.wait_for(admission, None))
         return await find_clip(context, requester, clip_id)
     except BaseException as failure:
@@ -299,10 +282,11 @@ async def begin_clip(
         raise answer from failure
 
 
-def told_of(clip: ClipRecord) -> dict[str, str]:
-    """Return the headers of an answer about a clip."""
+def told(clip: ClipRecord, response: Response) -> Video:
+    """Return the answer about a clip, whose headers are those of ``response``."""
     measured = {**eta_header([clip.eta_s]), **gpu_header(clip.gpu_s), **enhancer_header(clip.request)}
-    return {"openai-poll-after-ms": str(POLL_MS), **measured}
+    response.headers.update({"openai-poll-after-ms": str(POLL_MS), **measured})
+    return Video.of(clip)
 
 
 async def wait_for_end(context: ApiContext, requester: Requester, video_id: str) -> ClipRecord:
