@@ -144,17 +144,12 @@ def _check_mask_of_clip(model: dict[str, Any], inputs: Inputs) -> None:
 
 def _kind(model: dict[str, Any], out: Path) -> MediaKind:
     """Return the kind that the extension of ``out`` selects. ValueError if the model does not make it."""
-    if kind := _kind_of(model, out):
-        return kind
     kinds: list[MediaKind] = model["kinds"]
+    if kind := next((kind for kind in kinds if out.suffix.lower() in ENDINGS[kind]), None):
+        return kind
     made = " and ".join(WORDS[kind] for kind in kinds)
     allowed = ", ".join(ending for kind in kinds for ending in ENDINGS[kind])
     raise ValueError(f"{model['id']} makes {made}: --out must end in {allowed}, not {out.suffix.lower() or 'nothing'}")
-
-
-def _kind_of(model: dict[str, Any], out: Path) -> MediaKind | None:
-    kinds: list[MediaKind] = model["kinds"]
-    return next((kind for kind in kinds if out.suffix.lower() in ENDINGS[kind]), None)
 
 
 def _events(

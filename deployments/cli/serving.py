@@ -111,7 +111,9 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
         wait_ready(entrance.url, on_wait, ready_deadline_s(config))
         starts.learn(WHOLE_START, time.monotonic() - began_s)
         starts.save()
-        stack.enter_context(Heartbeat("Serve's controller", _controller_answers, restart_controller))
+        stack.enter_context(
+            Heartbeat("Serve's controller", lambda: controller_answers(ANSWER_WITHIN_S), restart_controller)
+        )
         stack.callback(end_application, entrance, config.app.door.drain_s)
         yield entrance.url
 
@@ -182,10 +184,6 @@ def end_application(entrance: Entrance, drain_s: float) -> None:
 def _quietly(work: Callable[[], object]) -> None:
     with suppress(RayServeException, RayError, TimeoutError):  # Serve or the ingress is gone
         work()
-
-
-def _controller_answers() -> bool:
-    return controller_answers(ANSWER_WITHIN_S)
 
 
 def _drain(drain_s: float) -> None:

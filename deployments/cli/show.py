@@ -19,7 +19,6 @@ from pipelines.media.metadata import PARAMETERS, Texts, read_texts, settings_in
 NOTHING = "no settings: none were written, or a program has removed them"
 NONE = "–"
 COLUMNS = ("model", "family", "kind", "size", "frames", "steps", "size in multiples of")
-KEYS = ("id", "family", "kinds", "size", "frames", "steps", "size_multiple")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,21 +103,22 @@ def print_models(url: str, api_key: str, config: str, *, as_json: bool = False) 
     """Print the models as a table or one JSON array."""
     rows = _served_rows(url, api_key) if url else _configured_rows(config)
     if as_json:
-        print(json.dumps([_document(row) for row in rows], indent=2))
+        print(json.dumps(rows, indent=2))
         return
     table = Table(*COLUMNS)
     table.columns[0].overflow = "fold"
     for row in rows:
-        table.add_row(*(str(cell) for cell in row))
+        kinds = ", ".join(row["kinds"])
+        table.add_row(*(NONE if cell is None else str(cell) for cell in (row | {"kinds": kinds}).values()))
     console.print(table)
 
 
-def _served_rows(url: str, api_key: str) -> list[tuple[Any, ...]]:
+def _served_rows(url: str, api_key: str) -> list[dict[str, Any]]:
     with Client(url, api_key) as client:
         return [_row(model["id"], model["family"], model["kinds"], model["defaults"]) for model in client.models()]
 
 
-def _configured_rows(config: str) -> list[tuple[Any, ...]]:
+def _configured_rows(config: str) -> list[dict[str, Any]]:
     from dataclasses import asdict
 
     from deployments.cli.serving import load_config
@@ -128,12 +128,9 @@ def _configured_rows(config: str) -> list[tuple[Any, ...]]:
     return [_row(card.name, card.family, card.defaults.kinds, asdict(card.defaults)) for card in cards.values()]
 
 
-def _document(row: tuple[Any, ...]) -> dict[str, Any]:
-    cells = dict(zip(KEYS, row, strict=True))
-    return cells | {"kinds": cells["kinds"].split(", "), "frames": None if cells["frames"] == NONE else cells["frames"]}
-
-
-def _row(name: str, family: str, kinds: Sequence[str], defaults: dict[str, Any]) -> tuple[Any, ...]:
-    size = f"{defaults['width']}x{defaults['height']}"
-    frames = defaults["num_frames"] if kinds[0] == "video" else NONE
-    return name, family, ", ".join(kinds), size, frames, defaults["num_inference_steps"], defaults["size_multiple"]
+def _row(name: str, family: str, kinds: Sequence[str], defaults: dict[str, Any]) -> dict[str, Any]:
+    """Return a model's cells, in the order of ``COLUMNS``."""
+    size, steps = f"{defaults['width']}x{defaults['height']}", defaults["num_inference_steps"]
+    frames = defaults["num_frames"] if kinds[0] == "video" else None
+    row = {"id": name, "family": family, "kinds": list(kinds), "size": size, "frames": frames, "steps": steps}
+    return row | {"size_multiple": defaults["size_multiple"]}
