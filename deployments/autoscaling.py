@@ -24,28 +24,12 @@ DEMANDS: dict[str, tuple[float, RankDemand]] = {}
 
 
 class ScaleByWork:
-    """One model's policy. The models of an application share ``max_ranks`` (None: no limit)."""
+    """One model's policy, by ``rules`` (``ScalingRules``). All models share ``max_ranks`` (None: no limit)."""
 
     def __init__(
-        self,
-        *,
-        target_wait_s: float,
-        min_gangs: int,
-        max_gangs: int,
-        idle_s: float,
-        priority: float = 1.0,
-        gangs_per_node: int = 1,
-        num_ranks: int = 1,
-        max_ranks: int | None = None,
+        self, *, priority: float = 1.0, num_ranks: int = 1, max_ranks: int | None = None, **rules: Any
     ) -> None:
-        rules = ScalingRules(
-            target_wait_s=target_wait_s,
-            min_gangs=min_gangs,
-            max_gangs=max_gangs,
-            idle_s=idle_s,
-            gangs_per_node=gangs_per_node,
-        )
-        self._scaler = GangScaler(rules)
+        self._scaler = GangScaler(ScalingRules(**rules))
         self._priority, self._num_ranks, self._max_ranks = priority, num_ranks, max_ranks
         self._decided_s: float | None = None
         self._target = 0

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 from uuid import uuid4
@@ -81,7 +81,7 @@ class LoraStore:
         async with engine.connect() as connection:
             if (await connection.scalar(count) or 0) >= max_loras:
                 return "full"
-        insert = insert_into(LoraRow, engine).values(**_values(record))
+        insert = insert_into(LoraRow, engine).values(**asdict(record))
         insert = insert.on_conflict_do_nothing(index_elements=["model", "scope", "name"])
         row = await row_of(engine, insert.returning(LoraRow.number))
         if row is None:
@@ -172,10 +172,6 @@ def _with_loras(card: ModelCard, added: Mapping[str, Lora]) -> ModelCard:
         return card
     own_names = {*(lora.name for lora in card.loras), *card.recipes}
     return replace(card, loras=(*card.loras, *(lora for name, lora in added.items() if name not in own_names)))
-
-
-def _values(record: LoraRecord) -> dict[str, Any]:
-    return {name: getattr(record, name) for name in LoraRecord.__dataclass_fields__}
 
 
 def _record(row: Any) -> LoraRecord:

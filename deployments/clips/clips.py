@@ -59,7 +59,7 @@ class Clips:
         self._times = clip_times()
         self._tasks: list[asyncio.Task[None]] = []
         self._submitting = asyncio.Lock()
-        self._disk = OneThread(self._look_for_problems)
+        self._disk = OneThread(lambda: storage_problem(settings.data_dir) or self._folders.problem())
 
     async def start(self) -> None:
         """Open the database and resume unfinished clips. ValueError for a bad database URL."""
@@ -194,9 +194,6 @@ class Clips:
             return StorageLostError(
                 f"{self._settings.storage or f'the disk of {self._settings.data_dir}'} does not answer"
             )
-
-    def _look_for_problems(self) -> StorageFullError | StorageLostError | None:
-        return storage_problem(self._settings.data_dir) or self._folders.problem()
 
     def _attempt(self, claim: Claim) -> Attempt:
         return Attempt(
