@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from typing import Any
 import httpx
 
 from benchmarks.application.client import IMAGES, last_event
+from benchmarks.application.memory import samples_of
 from deployments.cli.local import http_client
 
 PROMPT = "a red circle"
@@ -106,14 +106,11 @@ class Health:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        over = threading.Event()
-        thread = threading.Thread(target=self._look, args=(over,))
-        thread.start()
-        try:
+        with (
+            http_client(self.url, base_url=self.url, timeout=2.0) as client,
+            samples_of(lambda: self._look(client), HEALTH_EVERY_S),
+        ):
             yield
-        finally:
-            over.set()
-            thread.join()
 
     def outages(self, since_s: float) -> list[tuple[float, float]]:
         """Return from when to when it was not 200; the last one may go on."""
@@ -128,10 +125,8 @@ class Health:
             is_well = status == httpx.codes.OK
         return found
 
-    def _look(self, over: threading.Event) -> None:
-        with http_client(self.url, base_url=self.url, timeout=2.0) as client:
-            while not over.wait(HEALTH_EVERY_S):
-                began_s, status = time.monotonic(), 0
-                with suppress(httpx.TransportError):
-                    status = client.get("/health").status_code
-                self.looks.append((began_s, status))
+    def _look(self, client: httpx.Client) -> None:
+        began_s, status = time.monotonic(), 0
+        with suppress(httpx.TransportError):
+            status = client.get("/health").status_code
+        self.looks.append((began_s, status))

@@ -89,7 +89,8 @@ def run(application: Application, config: ServeConfig, arguments: argparse.Names
         else:
             rows.append(row(application, client, fault, references, counts))
             rows[-1]["pss_gib"] = round(application.memory().pss_bytes / 2**30, 2)
-            print(f"{time.strftime('%H:%M:%S')}", *lines_of(rows[-1]), *parts_lines(rows[-1]), sep="\n", flush=True)
+            parts = (f"  {what:<60} {took_s:7.2f} s" for what, took_s in rows[-1]["parts_s"].items())
+            print(f"{time.strftime('%H:%M:%S')}", *lines_of(rows[-1]), *parts, sep="\n", flush=True)
         if arguments.out:
             arguments.out.write_text(json.dumps(document))
     return document
@@ -217,10 +218,6 @@ def lines_of(one: dict[str, Any]) -> Iterator[str]:
     for moment, answer in one["answers"].items():
         seconds = "never" if answer["s"] is None else answer["s"]
         yield f"| {one['fault']} | {gone} | {outages} | {moment} | {answer['answer']} | {seconds} |"
-
-
-def parts_lines(one: dict[str, Any]) -> Iterator[str]:
-    return (f"  {what:<60} {took_s:7.2f} s" for what, took_s in one["parts_s"].items())
 
 
 if __name__ == "__main__":

@@ -56,7 +56,8 @@ def scaling_rows(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     rows = []
     for num_gpus in arguments.gpus:
         spec, day = cluster_of(arguments, num_gpus), day_of(arguments, num_gpus)
-        print(f"{num_gpus} GPUs: at least {floor_gpu_hours(day):.3f} GPU-h/1000", file=sys.stderr, flush=True)
+        least_gpu_hours = day.mean_s * day.num_ranks / 3.6  # of 1000 pictures on gangs that are never idle
+        print(f"{num_gpus} GPUs: at least {least_gpu_hours:.3f} GPU-h/1000", file=sys.stderr, flush=True)
         for name, strategy, policy in strategies(spec, arguments):
             by_steps = arguments.scheduler == "real" if arguments.scheduler else num_gpus <= MOST_BY_STEPS
             figures = simulate(spec, day, strategy, arguments.target_wait_s, policy, by_steps=by_steps)
@@ -86,11 +87,6 @@ def day_of(arguments: argparse.Namespace, num_gpus: int) -> DayTraffic:
         seed=arguments.seed,
         shape=arguments.shape,
     )
-
-
-def floor_gpu_hours(day: DayTraffic) -> float:
-    """Return the GPU-hours of 1000 pictures on gangs that are never idle."""
-    return day.mean_s * day.num_ranks / 3.6
 
 
 def strategies(spec: ClusterSpec, arguments: argparse.Namespace) -> Iterator[tuple[str, Strategy, str]]:

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from tempfile import TemporaryDirectory
-from threading import Event, Thread
 from typing import Any
 
 import httpx
 
 os.environ.setdefault("RAY_AUTH_MODE", "disabled")  # read when Ray is imported
 
+from benchmarks.application.memory import samples_of
 from benchmarks.load.client import Outcome
 from benchmarks.load.mix import Arrival
 from benchmarks.serving.fake_nodes import FakeCluster, fake_cluster
@@ -124,19 +124,9 @@ class Recording:
 @contextmanager
 def recorded(cluster: FakeCluster) -> Iterator[Recording]:
     """Look at the cluster until the end of the block."""
-    recording, is_over = Recording(begin_s=time.time()), Event()
-
-    def look() -> None:
-        while not is_over.wait(LOOK_EVERY_S):
-            recording.look(cluster, time.time())
-
-    thread = Thread(target=look)
-    thread.start()
-    try:
+    recording = Recording(begin_s=time.time())
+    with samples_of(lambda: recording.look(cluster, time.time()), LOOK_EVERY_S):
         yield recording
-    finally:
-        is_over.set()
-        thread.join()
 
 
 @contextmanager

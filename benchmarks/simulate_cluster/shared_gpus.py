@@ -205,7 +205,8 @@ class SharedGpus:
         wanted = self.turns.decide(self._gangs, self._awake, self.now_s)
         leaving, coming = self._awake - wanted, wanted - self._awake
         if leaving or coming:
-            took_s = sum(max((self._move_s(name) for name in names), default=0.0) for names in (leaving, coming))
+            moves_s = {model.name: model.move_s for model in self.models}
+            took_s = sum(max(map(moves_s.__getitem__, names), default=0.0) for names in (leaving, coming))
             self._swap = _Swap(leaving, coming, self.now_s + took_s)
             self.num_swaps, self.swap_s = self.num_swaps + 1, self.swap_s + took_s
 
@@ -213,6 +214,3 @@ class SharedGpus:
         self._swap, self._awake = None, (self._awake - swap.leaving) | swap.coming
         for name in swap.leaving | swap.coming:
             self.turns.moved(name, is_awake=name in swap.coming, now_s=self.now_s)
-
-    def _move_s(self, name: str) -> float:
-        return next(model.move_s for model in self.models if model.name == name)
