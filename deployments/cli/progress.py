@@ -35,16 +35,13 @@ def follow(title: str, events: Iterator[Progress | Result], num_results: int = 1
                     continue
                 bar.update(task, eta="done")
                 return results
-            bar.update(task, completed=event.step, total=event.num_steps, eta=_eta(event))
+            eta = "" if event.eta_s is None else f"ETA {event.eta_s:.1f} s"
+            bar.update(task, completed=event.step, total=event.num_steps, eta=eta)
     raise RuntimeError("the server ended the stream before the last result")
 
 
 def _column(template: str) -> TextColumn:
     return TextColumn(template, markup=False)
-
-
-def _eta(event: Progress) -> str:
-    return "" if event.eta_s is None else f"ETA {event.eta_s:.1f} s"
 
 
 @contextmanager

@@ -125,16 +125,12 @@ def num_reference_tokens(encoded: Shapes, name: str) -> int:
 
 def model_facts(model: ModelConfig, folder: Path) -> dict[str, str]:
     """Return the cache key of a model: its configuration, and the state of its files in ``folder``."""
-    files = [*_files_of(folder), *_single_files(model)]
+    loaded = {path for pattern in HUB_FILES for path in folder.glob(pattern)}
+    files = [*sorted(loaded), *_single_files(model)]
     return {
         "model": repr([model.source, model.dtype, [repr(lora) for lora in model.adapters]]),
         "files": repr([_state(path) for path in files]),
     }
-
-
-def _files_of(folder: Path) -> Iterable[Path]:
-    """Return the files that a model is loaded from; other files do not count."""
-    return sorted({path for pattern in HUB_FILES for path in folder.glob(pattern)})
 
 
 def _single_files(model: ModelConfig) -> Iterable[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from deployments.stages.common import PRIORITIES
@@ -98,17 +99,9 @@ class ReplicaLoad:
         """Return the metrics for the autoscaling policy: the fields of a ``GangReport``."""
         report = self._gang.report()
         coming_s = sum(self._open_work(new).left_s for new in self._coming.values())
-        return {
-            "backlog_s": report.backlog_s + coming_s,
-            "num_jobs": report.num_jobs + len(self._coming),
-            "num_arrived": report.num_arrived,
-            "arrived_s": report.arrived_s,
-            "arrived_s2": report.arrived_s2,
-            "spare_s": report.spare_s,
-            "start_s": self._start_s,
-            "node": self._node,
-            "on_head": self._on_head,
-        }
+        place = {"start_s": self._start_s, "node": self._node, "on_head": self._on_head}
+        backlog = {"backlog_s": report.backlog_s + coming_s, "num_jobs": report.num_jobs + len(self._coming)}
+        return asdict(report) | place | backlog
 
     def _open_work(self, new: NewWork) -> OpenWork:
         left_s = new.steps_s(self._step_s) or 0.0
