@@ -6,12 +6,10 @@ import asyncio
 import contextvars
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Hashable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from typing import Any
 
-from engines.gang.arbiter import Demand
-from engines.gang.autoscaling import GangReport
 from engines.gang.errors import GangBrokenError
 from engines.gang.eta.admission import JobAdmission
 from engines.gang.eta.measured_times import StepTimes
@@ -22,7 +20,6 @@ from engines.gang.jobs.job_table import JobTable, OpenJob
 from engines.gang.jobs.scheduler import Scheduler
 from engines.gang.jobs.step_plan import JobFailure, StepPlan
 from engines.gang.ledger import InFlightStep, Ledger
-from engines.gang.load import OpenWork
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.policy import make_policy
 from engines.gang.rank import kill_ranks
@@ -58,7 +55,7 @@ class Driver:
         self._table = JobTable(config, self._metrics, clock)
         self._step_times = step_times or StepTimes()
         self._watchdog = Watchdog(config, ranks, clock)
-        self._scheduler = Scheduler(
+        self.scheduler = Scheduler(
             num_ranks=config.num_ranks,
             max_running_jobs=config.max_running_jobs,
             policy=make_policy(config.policy),
@@ -70,8 +67,8 @@ class Driver:
         same_bytes = not (config.elastic and len(team_sizes) > 1)
         self._ledger = Ledger(config, self._table, self._metrics, self._step_times, clock, same_bytes=same_bytes)
         self.rest = GangSleep(config, ranks, self._ledger, clock, self._metrics)
-        self._admission = JobAdmission(
-            self._scheduler, self._table, self._ledger, clock, config.max_wait_s, wake_up=lambda: self.rest.wake_up
+        self.admission = JobAdmission(
+            self.scheduler, self._table, self._ledger, clock, config.max_wait_s, wake_up=lambda: self.rest.wake_up
         )
         self._submitted: deque[OpenJob] = deque()
         self._wake_schedule = asyncio.Event()
@@ -92,36 +89,14 @@ class Driver:
     def is_cold(self) -> bool:
         return self._watchdog.is_cold
 
-    def report(self) -> GangReport:
-        """Return the gang's work, for the number of gangs."""
-        return self._admission.report()
-
-    def open_work(self) -> dict[str, OpenWork]:
-        """Return the open jobs' predicted seconds, for the choice of a gang."""
-        return self._admission.open_work()
-
-    def work_s(self, job: Job) -> float | None:
-        """Return the predicted seconds of a job on the whole gang; None if that would be a guess."""
-        return self._admission.work_s(job)
-
-    @property
-    def additions(self) -> Hashable:
-        """Additions to the weights after all steps sent."""
-        return self._scheduler.additions
-
-    @property
-    def switch_s(self) -> float:
-        """Predicted seconds of a change to other ones."""
-        return self._scheduler.prediction.switch_s
-
     def open(self, job: Job) -> OpenJob:
         if self.broken is not None:
             raise GangBrokenError(self.broken.reason, self.broken.cause)
         if self._hands_on:
             raise handed_on()
         self._table.check(job)
-        eta_s, num_before = self._admission.admit(job), self._table.num_open
-        open_job = self._table.open(job, max(1.0, self._admission.next_end_s() or 0.0))
+        eta_s, num_before = self.admission.admit(job), self._table.num_open
+        open_job = self._table.open(job, max(1.0, self.admission.next_end_s() or 0.0))
         self._table.publish(job.job_id, JobQueued(job_id=job.job_id, eta_s=eta_s, num_before=num_before))
         self._submitted.append(open_job)
         self._wake_schedule.set()
@@ -153,10 +128,6 @@ class Driver:
                 return await asyncio.shield(task)
         except TimeoutError:
             raise GangBrokenError(f"ranks did not answer within {limit_s:g} s", "deadline") from None
-
-    def demand(self) -> Demand:
-        """Return the open work, for the arbiter of models that share GPUs."""
-        return self._admission.demand()
 
     async def spent_s(self, job_id: str) -> float:
         return await self._table.spent_s(job_id)
@@ -203,10 +174,10 @@ class Driver:
         while True:
             self._admit_submitted()
             if await self.rest.settle():
-                self._scheduler.forget_additions()  # weights sleep as they were loaded
+                self.scheduler.forget_additions()  # weights sleep as they were loaded
             now_s, ahead = self._clock.now_s(), self._config.plans_ahead
             free = self._ledger.free_ranks(ahead, now_s) if self.rest.may_work else set()  # drops need no weights
-            plan = self._scheduler.next_plan(free=free, is_idle=not self._ledger.job_ids, now_s=now_s)
+            plan = self.scheduler.next_plan(free=free, is_idle=not self._ledger.job_ids, now_s=now_s)
             if plan is not None:
                 self._send(plan)
             else:  # same ``now_s``: no rank can become free between the two calls
@@ -244,7 +215,7 @@ class Driver:
                 work=work,
                 pending={rank: reports[rank] for rank in work.ranks},
                 latents={emit.job_id: latents[emit.job_id] for emit in work.emits},
-                predicted_s=self._admission.measured_s(work),
+                predicted_s=self.admission.measured_s(work),
             )
             for work in plan.works
         ]
@@ -267,7 +238,7 @@ class Driver:
         if failure is not None:
             self._table.fail(open_job, failure.error)
         if open_job.outcome is None:
-            self._scheduler.add(open_job.job, now_s=self._clock.now_s())
+            self.scheduler.add(open_job.job, now_s=self._clock.now_s())
         else:
             self._drop(open_job)
         self._wake_schedule.set()
@@ -281,10 +252,10 @@ class Driver:
         reports = await self._watchdog.reports(step, self._table.jobs)
         self._ledger.end(step)
         self._wake_schedule.set()
-        for failed in self._ledger.hear(step, reports, started_s, self._admission.eta_s):
+        for failed in self._ledger.hear(step, reports, started_s, self.admission.eta_s):
             self._drop(failed)
         if step.work is not None and step.work.ends_a_job and self._step_times.changed():
-            self._scheduler.learn(self._step_times.prediction())
+            self.scheduler.learn(self._step_times.prediction())
             await asyncio.to_thread(self._step_times.save)
 
     async def _forget(self, job_ids: Sequence[str], steps: Sequence[InFlightStep]) -> None:
@@ -295,7 +266,7 @@ class Driver:
     def _drop(self, open_job: OpenJob) -> None:
         # A job that is not scheduled yet is dropped at the end of its admission.
         if open_job.is_scheduled:
-            self._scheduler.drop(open_job.job.job_id)
+            self.scheduler.drop(open_job.job.job_id)
             self._wake_schedule.set()
 
     def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:

@@ -124,15 +124,15 @@ class Gang:
 
     def report(self) -> GangReport:
         """Return the gang's work, for the number of gangs."""
-        return self._driver.report()
+        return self._driver.admission.report()
 
     def open_work(self) -> dict[str, OpenWork]:
         """Return the open jobs' predicted seconds, for the choice of a gang."""
-        return self._driver.open_work()
+        return self._driver.admission.open_work()
 
     def work_s(self, job: Job) -> float | None:
         """Return the predicted seconds of a job on the whole gang; None if that would be a guess."""
-        return self._driver.work_s(job)
+        return self._driver.admission.work_s(job)
 
     async def submit_grouped(self, job: Job, *, every_s: float) -> AsyncGenerator[tuple[JobEvent, ...], None]:
         """Yield the events of a job in groups: ``JobQueued`` first, ``JobDone`` last.
@@ -180,12 +180,12 @@ class Gang:
     @property
     def additions(self) -> Hashable:
         """Additions to the weights after all steps sent."""
-        return self._driver.additions
+        return self._driver.scheduler.additions
 
     @property
     def switch_s(self) -> float:
         """Predicted seconds of a change to other ones."""
-        return self._driver.switch_s
+        return self._driver.scheduler.prediction.switch_s
 
     async def reserve_host_memory(self, pinned: Sequence[int] | None) -> None:
         """Let each rank pin host memory in the background, at most its entry of ``pinned`` in bytes (None: all)."""
@@ -215,7 +215,7 @@ class Gang:
 
     def demand(self) -> Demand:
         """Return the open work."""
-        return self._driver.demand()
+        return self._driver.admission.demand()
 
     async def spent_s(self, job_id: str) -> float:
         """See ``JobTable.spent_s``."""

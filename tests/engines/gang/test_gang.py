@@ -73,7 +73,7 @@ async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang, tmp_pa
         return opened
 
     jobs = [asyncio.ensure_future(follow(name, num)) for name, num in (("long", 30), ("short", 5), ("other", 5))]
-    await eventually(lambda: num_steps_left(gang._driver._scheduler).keys() == {"long", "short", "other"})
+    await eventually(lambda: num_steps_left(gang._driver.scheduler).keys() == {"long", "short", "other"})
     gate.touch()
     results = await asyncio.gather(*jobs)
     assert_equal(results[0], reference_latents(FakeRequest(seed=4, num_steps=30)))
@@ -221,17 +221,17 @@ async def test_a_job_goes_on_where_its_gang_fell_asleep(gang: Gang, tmp_path: Pa
     first = replace(fake_job("begun", replace(request, gate=str(gate))), additions="one")
     begun = asyncio.ensure_future(latents(gang, first))
     await eventually(awaited(gate).exists)
-    assert set(gang._driver._scheduler._gang.additions) == {"one"}
+    assert set(gang._driver.scheduler._gang.additions) == {"one"}
     falling_asleep = asyncio.ensure_future(gang.sleep())
     await asyncio.sleep(0)
     gate.touch()
     uses = await falling_asleep
-    assert not set(gang._driver._scheduler._gang.additions), "weights sleep as they were loaded"
+    assert not set(gang._driver.scheduler._gang.additions), "weights sleep as they were loaded"
     assert [(use.device, use.weights) for use in uses] == [("cpu", 4)] * 2
     assert metric("troupe_gangs_awake", model="fake") == 0
     dropped = asyncio.ensure_future(run(gang, fake_job("dropped", replace(late, trace=str(trace)))))
     later = asyncio.ensure_future(latents(gang, fake_job("late", replace(late, trace=str(trace)))))
-    await eventually(lambda: num_steps_left(gang._driver._scheduler).keys() == {"begun", "late", "dropped"})
+    await eventually(lambda: num_steps_left(gang._driver.scheduler).keys() == {"begun", "late", "dropped"})
     assert gang.demand().backlog_s > 0
     await gang.check_health()
     dropped.cancel()
