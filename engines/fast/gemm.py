@@ -148,7 +148,9 @@ class Float8Gemm:
     def _emulated(self, rows: QuantRows, out: Tensor | None) -> Tensor:
         weight_NK = self.weight_NK.float() * self.scale_1N.t()
         result = functional.linear(rows.dequantized(), weight_NK)
-        result = (result if self.bias_N is None else result + self.bias_N.float()).to(_result_dtype(self.bias_N))
+        if self.bias_N is not None:
+            result = result + self.bias_N.float()
+        result = result.to(torch.bfloat16 if self.bias_N is None else self.bias_N.dtype)
         return result if out is None else out.copy_(result)
 
 
@@ -229,7 +231,3 @@ def _rows_of(linears: Sequence[nn.Linear]) -> Iterator[tuple[nn.Linear, slice]]:
     for linear in linears:
         yield linear, slice(start, start + linear.out_features)
         start += linear.out_features
-
-
-def _result_dtype(bias_N: Tensor | None) -> torch.dtype:
-    return torch.bfloat16 if bias_N is None else bias_N.dtype

@@ -91,7 +91,7 @@ class Rank:
         )
 
     def open_store(self) -> StoreAddress:
-        return self._communicator.open_store(_node_ip())
+        return self._communicator.open_store(str(ray.util.get_node_ip_address()))  # type: ignore[no-untyped-call]
 
     def join(self, address: StoreAddress) -> RankInfo:
         """Join the communicator. On a GPU, groups and first exchanges follow in a thread beside ``load``."""
@@ -237,10 +237,6 @@ def kill_ranks(ranks: Sequence[Any]) -> None:
     """Kill the processes, even of ranks that hang in an exchange. Rank 0 holds the store and goes last."""
     for rank in reversed(ranks):
         ray.kill(rank)
-
-
-def _node_ip() -> str:
-    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 def _resolve(conditioning: Any) -> Any:

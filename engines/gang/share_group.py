@@ -216,11 +216,8 @@ class ShareGroup:
         ):
             self._loading, self._load_from_s = None, now_s + LOAD_PAUSE_S
             self._target = self._awake_now()
-        if self._loading is None and waiting and self._may_load(now_s):
+        if self._loading is None and waiting and (now_s >= self._load_from_s or not self.has_work):
             self._loading = min(waiting, key=lambda one: one.asked_s).report.model
-
-    def _may_load(self, now_s: float) -> bool:
-        return now_s >= self._load_from_s or not self.has_work
 
     # Memory.
 

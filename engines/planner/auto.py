@@ -27,24 +27,11 @@ TYPICAL_TOKENS = {"cpu": 256, "cuda": 4096}
 UNLIMITED = 2**63
 
 
-def choose_specs(
-    model: DenoiserModel,
-    *,
-    rank: int,
-    num_ranks: int,
-    device: torch.device,
-    groups: Groups,
-    precision: str,
-    attention: str = "auto",
-    originals_on_host: bool = False,
-) -> TeamSpecs:
-    """Return the divisions of one branch, and of two, that ``forecasts`` predicts to be fastest."""
+def choose_specs(model: DenoiserModel, *, num_ranks: int, **options: Any) -> TeamSpecs:
+    """Return the divisions of one branch, and of two, that ``forecasts``, with ``options``, predicts to be fastest."""
     if num_ranks == 1:
         return TeamSpecs(by_size={1: (ParallelSpec(), ParallelSpec())})
-    gang: dict[str, Any] = {"rank": rank, "num_ranks": num_ranks, "groups": groups}
-    how: dict[str, Any] = {"precision": precision, "attention": attention, "originals_on_host": originals_on_host}
-    plans = forecasts(model, device=device, **how, **gang)
-    return as_predicted(plans)
+    return as_predicted(forecasts(model, num_ranks=num_ranks, **options))
 
 
 def as_predicted(plans: Mapping[int, tuple[StepForecast, ...]]) -> TeamSpecs:

@@ -223,7 +223,7 @@ class StepRunner:
 
     def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep | None:
         """Return the captured step; None if a lone rank lacks memory. In a team, where others captured, raise it."""
-        if self._pool is None or not self._has_graphs():
+        if self._pool is None or all(step.captured is None for step in self._all_steps()):
             self._pool = GraphPool(self._device)  # a pool whose graphs are gone may accept no new ones
         fields = {"ranks": team.ranks, "strategy": team.spec.name}
         try:
@@ -236,9 +236,6 @@ class StepRunner:
             return None
         logger.info("captured a step", extra=fields)
         return captured
-
-    def _has_graphs(self) -> bool:
-        return any(step.captured is not None for step in self._all_steps())
 
     def _all_steps(self) -> Iterator[_Step]:
         return (step for steps in self._steps.values() for step in steps)

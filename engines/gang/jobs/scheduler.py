@@ -246,8 +246,9 @@ class Scheduler:
     def _times(self, job: Job, num_planned: int = 0) -> _Times:
         """Return the times of a job after ``num_planned`` steps. A later stage may begin with a change of weights."""
         current, after = job.at(num_planned + 1), job.at(job.num_steps)
-        step_s = self._prediction.by_size(current, self._gang.team_sizes)
-        stages = [(stage, number * self._fastest_s(stage)) for stage, number in job.stages_after(0)]
+        by_size, sizes = self._prediction.by_size, self._gang.team_sizes
+        step_s = by_size(current, sizes)
+        stages = [(stage, number * min(by_size(stage, sizes).values())) for stage, number in job.stages_after(0)]
         later_s = sum(stage_s for stage, stage_s in stages if stage.last_stage is not current.last_stage)
         switch_s = self._gang.switch_s if after.additions != current.additions else 0.0
         return _Times(
@@ -256,9 +257,6 @@ class Scheduler:
             whole_s=sum(stage_s for _, stage_s in stages),
             later_s=0.0 if current.last_stage is None else later_s + switch_s,
         )
-
-    def _fastest_s(self, job: Job) -> float:
-        return min(self._prediction.by_size(job, self._gang.team_sizes).values())
 
     # Plans.
 

@@ -158,13 +158,9 @@ def _structure(graph: fx.GraphModule) -> str:
     for node in graph.graph.nodes:
         value = node.meta.get("val")
         if node.op == "get_attr":
-            value = graph.get_parameter(str(node.target)) if _is_parameter(graph, str(node.target)) else node.target
+            value = dict(graph.named_parameters()).get(str(node.target), node.target)
         what = f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else str(value)
         args = fx.map_arg((node.args, node.kwargs), lambda source: f"%{index[source]}")
         lines.append(f"{node.op} {node.target if node.op == 'call_function' else ''} {args} {what}")
         index[node] = len(index)
     return "\n".join(lines)
-
-
-def _is_parameter(graph: fx.GraphModule, name: str) -> bool:
-    return name in dict(graph.named_parameters())
