@@ -17,7 +17,7 @@ from deployments.clips.eta import OpenClip, duration_key
 from deployments.clips.webhooks import Webhook, delivery, webhook_json
 from deployments.database.database import first_free, insert_into, row_of
 from deployments.database.tables import ClipRow, DeliveryRow
-from deployments.observability.metrics import observe_clip_wait
+from deployments.observability.metrics import CLIP_WAITS
 from deployments.service.interface import StageTimes
 from pipelines.request import MediaRequest
 
@@ -166,7 +166,7 @@ class Claims:
             return None
         clip = record_of(ClipRow(**row._asdict()))
         if clip.attempts == 1:
-            observe_clip_wait(row.model, now_s - row.created_at_s)
+            CLIP_WAITS.labels(row.model).observe(now_s - row.created_at_s)
         return Claim(clip=clip, owner=owner)
 
     async def begin(
@@ -176,7 +176,7 @@ class Claims:
         owner = secrets.token_hex(16)
         values = {"attempts": 1, **self._claim(owner)}
         clip = await self.store.create(request, seconds, key_hash, clip_id, values, webhook)
-        observe_clip_wait(request.model, 0.0)
+        CLIP_WAITS.labels(request.model).observe(0.0)
         return Claim(clip=clip, owner=owner)
 
     async def report(self, claim: Claim, progress: int, num_previews: int, eta_at_s: float | None = None) -> bool:

@@ -7,8 +7,6 @@ sum over processes would fall when a replica ends, which Prometheus would treat 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Literal
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Metric, disable_created_metrics
 from prometheus_client.registry import Collector
@@ -25,8 +23,11 @@ SHOWN_DIGITS = 8
 MAX_UNNAMED = 100
 OTHERS = "other"
 
-STAGES = Histogram("troupe_stage_seconds", "Seconds a request spent in a stage", ("stage", "model"), buckets=BUCKETS_S)
+STAGE_SECONDS = Histogram(
+    "troupe_stage_seconds", "Seconds a request spent in a stage", ("stage", "model"), buckets=BUCKETS_S
+)
 REQUEST_FAILURES = Counter("troupe_request_failures", "Runs of a request that failed, by cause", ("model", "cause"))
+"""A cause is the class name of the exception."""
 CLIP_WAITS = Histogram(
     "troupe_clip_wait_seconds", "Seconds from a clip's request to its first attempt", ("model",), buckets=BUCKETS_S
 )
@@ -54,49 +55,11 @@ METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"}
 """Methods with a series; clients may send any word."""
 
 Families = list[Metric]
-DeadlineOutcome = Literal["met", "missed", "refused", "failed"]
-
-
-def observe_stage(stage: str, model: str, seconds: float) -> None:
-    """Observe ``seconds`` in a stage: queue, encode, denoise, decode or total."""
-    STAGES.labels(stage, model).observe(seconds)
-
-
-def observe_encoding(model: str, *, was_kept: bool) -> None:
-    """Count a job's conditioning, encoded or from the cache."""
-    ENCODINGS.labels(model, "kept" if was_kept else "encoded").inc()
-
-
-def observe_enhancement(model: str, outcome: str, seconds: float) -> None:
-    """Observe how long a prompt enhancer took, and what became of the prompt."""
-    ENHANCEMENTS.labels(model, outcome).observe(seconds)
-
-
-def observe_failure(model: str, cause: str) -> None:
-    """Count a failed run of a request; ``cause`` is the exception's class name."""
-    REQUEST_FAILURES.labels(model, cause).inc()
-
-
-def observe_clip_wait(model: str, seconds: float) -> None:
-    """Observe the ``seconds`` that a clip waited for a runner, before the gang's queue."""
-    CLIP_WAITS.labels(model).observe(seconds)
 
 
 def observe_answer(method: str, route: str, status: int) -> None:
     """Count an answer; ``route`` is the declared path, empty if there is no such route."""
     HTTP_REQUESTS.labels(method if method in METHODS else "other", route, status).inc()
-
-
-def observe_gpu_seconds(model: str, key: str, seconds: float) -> None:
-    """Count GPU seconds of an ended request; ``key`` is the label of its API key (``KeyNames``)."""
-    GPU_SECONDS.labels(model, key).inc(seconds)
-
-
-@contextmanager
-def observe_open(model: str, tier: str) -> Iterator[None]:
-    """Count a request as open inside the block; ``tier`` is its service tier."""
-    with OPEN.labels(model, tier).track_inprogress():
-        yield
 
 
 def observe_turn(model: str, tier: str, queue_s: float, predicted_s: float | None, total_s: float) -> None:
@@ -105,11 +68,6 @@ def observe_turn(model: str, tier: str, queue_s: float, predicted_s: float | Non
     if predicted_s:
         PREDICTED.labels(model).observe(predicted_s)
         RATIOS.labels(model).observe(total_s / predicted_s)
-
-
-def observe_deadline(model: str, outcome: DeadlineOutcome) -> None:
-    """Count an ended request with a deadline, unless its client disconnected."""
-    DEADLINES.labels(model, outcome).inc()
 
 
 def own_families() -> Families:
@@ -157,4 +115,4 @@ class KeyNames:
 
     def observe_gpu_seconds(self, model: str, key: str, gpu_s: float) -> None:
         """Count GPU seconds of an ended request of ``key``."""
-        observe_gpu_seconds(model, self.name_of(key), gpu_s)
+        GPU_SECONDS.labels(model, self.name_of(key)).inc(gpu_s)

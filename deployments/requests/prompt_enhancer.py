@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from deployments.observability.metrics import observe_enhancement
+from deployments.observability.metrics import ENHANCEMENTS
 from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.requests.fields import Prompt
 from pipelines.request import EnhancerOutcome, MediaRequest
@@ -63,7 +63,7 @@ class PromptEnhancers:
         config, start_s = self._configs[request.model], time.monotonic()
         outcome, prompt, reason = await self._ask(config, request)
         took_s = time.monotonic() - start_s
-        observe_enhancement(request.model, outcome, took_s)
+        ENHANCEMENTS.labels(request.model, outcome).observe(took_s)
         later = replace(request, enhancer_outcome=outcome, waited_s=request.waited_s + took_s)
         if outcome == "revised":
             return replace(later, prompt=prompt, given_prompt=request.prompt)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from ray import exceptions as ray_errors
 from ray.serve.exceptions import DeploymentUnavailableError
 
-from deployments.observability.metrics import observe_failure
+from deployments.observability.metrics import REQUEST_FAILURES
 from deployments.ray_private import leave_replica
 from deployments.service.interface import (
     STATUS_MAX_AGE_S,
@@ -143,7 +143,7 @@ class DeployedStudio:
                     retries.after_refusal(refusal, run.held_s)
                 except (JobFailedError, ValueError) as error:  # it would on any gang
                     if run.num_steps_seen or isinstance(error, JobFailedError):  # else the request is wrong
-                        observe_failure(model, type(error).__name__)
+                        REQUEST_FAILURES.labels(model, type(error).__name__).inc()
                     raise
                 except RETRYABLE as error:
                     self._leave_gang(model, error)

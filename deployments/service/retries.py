@@ -8,7 +8,7 @@ import time
 
 from ray import exceptions as ray_errors
 
-from deployments.observability.metrics import observe_failure
+from deployments.observability.metrics import REQUEST_FAILURES
 from deployments.service.interface import ModelUnavailableError
 from deployments.service.readiness import Readiness
 from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLateError
@@ -89,7 +89,7 @@ class Retries:
         """Record an error of RETRYABLE. Raise the request's final error unless it is retried."""
         if self._give_up_s is None or num_steps_seen:  # however long it ran: recovery begins now
             self._give_up_s = time.monotonic() + self._patience_s
-        observe_failure(self._request.model, type(error).__name__)
+        REQUEST_FAILURES.labels(self._request.model, type(error).__name__).inc()
         if isinstance(error, ray_errors.ObjectLostError):
             self._after_loss(error)
         else:

@@ -14,7 +14,7 @@ from ray.exceptions import RayActorError
 from ray.serve.handle import DeploymentHandle
 
 from deployments.asyncio_tools import cancel, produced
-from deployments.observability.metrics import observe_encoding, observe_stage
+from deployments.observability.metrics import ENCODINGS, STAGE_SECONDS
 from deployments.ray_private import object_ref, object_ref_generator
 from deployments.service.interface import Media, ModelUnavailableError, Output, Preview, Queued, StageTimes, StudioEvent
 from deployments.stages.common import Decoded, EncodingDone, SentPictures, StageEvent
@@ -117,7 +117,7 @@ class Run:
         rest_s = timings.total_s - self._queued_at_s - timings.queue_s - timings.denoise_s
         self.decode_times.learn(self._decoded_like, max(decoded.decode_s, rest_s))
         for stage in ("queue", "encode", "denoise", "decode", "total"):
-            observe_stage(stage, self.request.model, getattr(timings, f"{stage}_s"))
+            STAGE_SECONDS.labels(stage, self.request.model).observe(getattr(timings, f"{stage}_s"))
         return Media(
             data=decoded.data,
             format=self.output.format,
@@ -161,7 +161,7 @@ class Run:
         match event:
             case EncodingDone():
                 self._encode_s = event.encode_s
-                observe_encoding(self.request.model, was_kept=event.was_kept)
+                ENCODINGS.labels(self.request.model, "kept" if event.was_kept else "encoded").inc()
             case JobQueued():
                 self._queued_at_s, decode_s = self._elapsed_s, self._predicted_decode_s
                 if event.eta_s is not None and decode_s is not None:

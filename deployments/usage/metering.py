@@ -12,7 +12,7 @@ from contextvars import Context
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 
-from deployments.observability.metrics import observe_deadline, observe_open, observe_turn
+from deployments.observability.metrics import DEADLINES, OPEN, observe_turn
 from deployments.service.interface import StageTimes
 from deployments.service.run import Run
 from deployments.usage.accounts import Accounts
@@ -54,14 +54,15 @@ class UsageMeter:
             observe_turn(request.model, request.service_tier, times.queue_s, times.eta_s, times.total_s)
             if request.deadline_s is not None:
                 is_met = time.perf_counter() - began_s <= request.deadline_s
-                observe_deadline(request.model, "met" if is_met else "missed")
+                DEADLINES.labels(request.model, "met" if is_met else "missed").inc()
 
-        with observe_open(request.model, request.service_tier):
+        with OPEN.labels(request.model, request.service_tier).track_inprogress():
             try:
                 yield finish
             except Exception as failure:
                 if request.deadline_s is not None:
-                    observe_deadline(request.model, "refused" if isinstance(failure, QueueFullError) else "failed")
+                    outcome = "refused" if isinstance(failure, QueueFullError) else "failed"
+                    DEADLINES.labels(request.model, outcome).inc()
                 raise
 
     @contextmanager

@@ -25,7 +25,7 @@ from engines.gang.eta.measured_times import StepTimes
 from engines.gang.gang_config import Clock, Environment, GangConfig, LoadRank
 from engines.gang.jobs.job import Job, JobDone, JobEvent, JobQueued, Progress
 from engines.gang.load import OpenWork
-from engines.gang.metrics import observe_start
+from engines.gang.metrics import STARTS
 from engines.gang.placement import current_group
 from engines.gang.rank import RankInfo, kill_ranks, spawn_ranks
 from engines.gang.start import Grant, Start, rank_environments
@@ -102,7 +102,7 @@ class Gang:
         try:
             infos, built = await start.run(load)
             start_s = clock.now_s() - started_s
-            observe_start(model, start_s)
+            STARTS.labels(model).observe(start_s)
             pids = [info.pid for info in infos]
             logger.info("gang is ready", extra={"model": model, "start_s": round(start_s, 3), "pids": pids})
             measured = step_times(infos, built.estimates) if step_times is not None else None

@@ -43,14 +43,6 @@ WAITING = Gauge("troupe_jobs_waiting", "Jobs beyond these", ("model",))
 Outcome = Literal["done", "failed", "cancelled", "broken", "rejected"]
 
 
-def observe_start(model: str, start_s: float) -> None:
-    STARTS.labels(model).observe(start_s)
-
-
-def observe_phase(model: str, phase: str, phase_s: float) -> None:
-    PHASES.labels(model, phase).observe(phase_s)
-
-
 class GangMetrics:
     """The series of one gang."""
 

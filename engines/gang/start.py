@@ -17,7 +17,7 @@ from engines.core.logs import log_phase
 from engines.core.resources import MemoryUse
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang_config import BuiltRank, Clock, Environment, GangConfig, LoadRank
-from engines.gang.metrics import observe_phase
+from engines.gang.metrics import PHASES
 from engines.gang.placement import rank_strategy
 from engines.gang.rank import RankInfo, kill_ranks
 
@@ -106,7 +106,7 @@ class Start:
         started_s = self._clock.now_s()
         yield
         took_s = self._clock.now_s() - started_s
-        observe_phase(self._model, phase, took_s)
+        PHASES.labels(self._model, phase).observe(took_s)
         log_phase(f"gang: {phase}", took_s, model=self._model)
 
     async def _connect(self) -> list[RankInfo]:

@@ -9,7 +9,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric, generate_latest, start_http_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from deployments.observability.metrics import Page, observe_answer, observe_failure, observe_stage, own_families
+from deployments.observability.metrics import REQUEST_FAILURES, STAGE_SECONDS, Page, observe_answer, own_families
 from deployments.observability.metrics_settings import MetricsSettings
 from tests.support.patience import PATIENCE_S
 
@@ -25,8 +25,8 @@ def families() -> dict[str, Metric]:
     registry.register(Page(lambda: {"Ingress#a": own_families(), "Ingress#b": own_families()}))
     for stage in ("queue", "denoise"):
         for seconds in SECONDS:
-            observe_stage(stage, MODEL, seconds)
-    observe_failure(MODEL, "GangBrokenError")
+            STAGE_SECONDS.labels(stage, MODEL).observe(seconds)
+    REQUEST_FAILURES.labels(MODEL, "GangBrokenError").inc()
     page = generate_latest(registry).decode()
     return {family.name: family for family in text_string_to_metric_families(page)}
 

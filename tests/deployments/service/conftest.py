@@ -20,14 +20,12 @@ from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
-def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "RETRY_PAUSE_S", 0.0)
-    monkeypatch.setattr(retries, "observe_failure", lambda *_: None)
-    monkeypatch.setattr(run, "observe_stage", lambda *_: None)
 
 
 @pytest.fixture
-def events_of(no_metrics: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+def events_of(no_pause: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Runs a request through ``Stages``, by their clock; all that comes."""
 
     async def run_all(stages: Stages, **fields: Any) -> list[StudioEvent]:

@@ -42,7 +42,7 @@ BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 WAITED_BESIDE = GangBrokenError("rank 1 died", "death", in_flight=False)
 LOST = ReferenceCountingAssertionError("00ff", None, "")
 DIED = ActorDiedError()
-pytestmark = pytest.mark.usefixtures("no_metrics")
+pytestmark = pytest.mark.usefixtures("no_pause")
 FIRST, SECOND = (PreviewReady(job_id="j", step=step, latents=f"latents {step}") for step in (1, 2))  # type: ignore[arg-type]
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from deployments.service import run
 from deployments.service.interface import Media, Output
 from deployments.service.run import Run
 from deployments.stages.common import Decoded
@@ -15,12 +14,6 @@ from tests.deployments.service.support.set_stages import Stages
 from tests.deployments.support.fake_studio import LAYERS
 
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
-
-
-@pytest.fixture(autouse=True)
-def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "observe_stage", lambda *_: None)
-    monkeypatch.setattr(run, "observe_encoding", lambda *_, **__: None)
 
 
 async def test_a_job_may_give_several_files() -> None:

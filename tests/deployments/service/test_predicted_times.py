@@ -23,12 +23,6 @@ GUESSED, KNOWN = JobQueued(job_id="j", eta_s=None), JobQueued(job_id="j", eta_s=
 REQUEST = PICTURES.request(model="m", prompt="a red circle")
 
 
-@pytest.fixture(autouse=True)
-def no_metrics(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run, "observe_stage", lambda *_: None)
-    monkeypatch.setattr(run, "observe_encoding", lambda *_, **__: None)
-
-
 async def all_told(patch: pytest.MonkeyPatch, stages: Stages, *widths: int) -> list[tuple[Queued, Media]]:
     """What comes first and last, of a request for each width, by the clock of ``stages``."""
     stages.set_clock_of(retries, run, patch=patch)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 from ray.exceptions import RayActorError
 
-from deployments.service import retries as module
 from deployments.service.readiness import Readiness
 from deployments.service.retries import Retries
 from engines.gang.errors import DEADLINE, BreakCause, GangBrokenError, QueueFullError, TooLateError
@@ -17,8 +16,7 @@ WOULD_BE_LATE = TooLateError(0, 3.0, 63.0, DEADLINE, 60.0)
 
 
 @pytest.fixture
-def retries(monkeypatch: pytest.MonkeyPatch) -> Retries:
-    monkeypatch.setattr(module, "observe_failure", lambda *_: None)
+def retries() -> Retries:
     return Retries(PICTURES.request(model="m", prompt="a"), Readiness({"m": ()}))
 
 

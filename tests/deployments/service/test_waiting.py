@@ -23,7 +23,7 @@ DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_wa
 BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 FULL = QueueFullError(4, 1.0)
 
-pytestmark = pytest.mark.usefixtures("no_metrics")
+pytestmark = pytest.mark.usefixtures("no_pause")
 
 
 async def test_a_request_that_was_kept_waiting_for_a_replica_is_refused_by_none(
