@@ -233,9 +233,16 @@ def test_the_next_release_of_the_code_replaces_every_process_and_loses_no_reques
     cluster: FakeNodes, url: str, document: dict[str, Any], tmp_path: Path
 ) -> None:
     """Two gangs; while they are replaced, answers are those of one release or of the other."""
+    ingress = cluster.gangs("Ingress").keys()
     document["applications"][0]["args"]["models"] = [model_of(document, "changed")]
     model_of(document, "changed")["denoiser"]["num_replicas"] = NUM_GANGS
     cluster.deploy(parse_config(document))
+
+    def is_rolled_out() -> bool:
+        now = cluster.gangs("Ingress").keys()
+        return len(now) == 1 and not now & ingress and not cluster.gangs("Denoiser-kept")
+
+    wait_until(is_rolled_out, "one model alone is served", patience_s=ROLLOUT_S)
     before = gangs(cluster, "changed", num=NUM_GANGS)
     others = {name: cluster.gangs(name).keys() for name in ("Ingress", "Codec-changed")}
     old_HWC, new_HWC = (bare_frames(MODELS, seed=seed, **LONG)[0] for seed in (0, 1))
