@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from engines.core.model import Precision
-from engines.fast.blocks import Pair
+from engines.fast.blocks import DualBlock, Pair
 from engines.fast.gemm import ALL, Activation, Gemm, WeightPart, make_gemm, stack_gemm
 from engines.fast.kernels import Modulation
 
@@ -50,6 +50,17 @@ def joint_projections(attn: Any, precision: Precision) -> Pair:
 def joint_norms(attn: Any) -> Tensor:
     """Return ``head_norms_S2D`` of diffusers' joint attention: text, then image."""
     return torch.stack((norms(attn.norm_added_q, attn.norm_added_k), norms(attn.norm_q, attn.norm_k)))
+
+
+def dual_block(attn: Any, text: Any, image: Any, precision: Precision) -> DualBlock:
+    """Return the block of diffusers' joint attention and the MLPs (``FeedForward``) of both streams."""
+    return DualBlock(
+        qkv=joint_projections(attn, precision),
+        out=pair(attn.to_add_out, attn.to_out[0], precision),
+        up=pair(text.net[0].proj, image.net[0].proj, precision),
+        down=pair(text.net[2], image.net[2], precision),
+        head_norms_S2D=joint_norms(attn),
+    )
 
 
 def norms(norm_q: Any, norm_k: Any) -> Tensor:

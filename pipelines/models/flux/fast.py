@@ -9,18 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.core.model import Arguments, ModelInputs, Precision
-from engines.fast.blocks import Blocks, DualBlock, SingleBlock
-from pipelines.models.block_weights import (
-    dual_vectors,
-    gemm,
-    joint_norms,
-    joint_projections,
-    norms,
-    pair,
-    part_gemm,
-    stacked,
-    vectors_of,
-)
+from engines.fast.blocks import Blocks, SingleBlock
+from pipelines.models.block_weights import dual_block, dual_vectors, gemm, norms, part_gemm, stacked, vectors_of
 from pipelines.models.mmdit import MMDiTWeights, pair_rotation
 
 
@@ -57,20 +47,9 @@ class FluxWeights(MMDiTWeights):
 def arrange_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
     duals, singles = (transformer.get_submodule(name) for name in ("transformer_blocks", "single_transformer_blocks"))
     return Blocks(
-        duals=tuple(_dual(block, precision) for block in duals.children()),
+        duals=tuple(dual_block(block.attn, block.ff_context, block.ff, precision) for block in duals.children()),
         singles=tuple(_single(block, precision) for block in singles.children()),
         precision=precision,
-    )
-
-
-def _dual(block: Any, precision: Precision) -> DualBlock:
-    attn, text, image = block.attn, block.ff_context.net, block.ff.net
-    return DualBlock(
-        qkv=joint_projections(attn, precision),
-        out=pair(attn.to_add_out, attn.to_out[0], precision),
-        up=pair(text[0].proj, image[0].proj, precision),
-        down=pair(text[2], image[2], precision),
-        head_norms_S2D=joint_norms(attn),
     )
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from engines.core.model import Arguments, ModelInputs, Precision
-from engines.fast.blocks import Blocks, DualBlock
-from pipelines.models.block_weights import dual_vectors, joint_norms, joint_projections, pair, vectors_of
+from engines.fast.blocks import Blocks
+from pipelines.models.block_weights import dual_block, dual_vectors, vectors_of
 from pipelines.models.mmdit import MMDiTWeights
 
 
@@ -50,18 +48,8 @@ class QwenWeights(MMDiTWeights):
 @torch.no_grad()
 def arrange_blocks(transformer: nn.Module, precision: Precision) -> Blocks:
     blocks = transformer.get_submodule("transformer_blocks").children()
-    return Blocks(duals=tuple(_dual(block, precision) for block in blocks), singles=(), precision=precision)
-
-
-def _dual(block: Any, precision: Precision) -> DualBlock:
-    attn, text, image = block.attn, block.txt_mlp.net, block.img_mlp.net
-    return DualBlock(
-        qkv=joint_projections(attn, precision),
-        out=pair(attn.to_add_out, attn.to_out[0], precision),
-        up=pair(text[0].proj, image[0].proj, precision),
-        down=pair(text[2], image[2], precision),
-        head_norms_S2D=joint_norms(attn),
-    )
+    duals = (dual_block(block.attn, block.txt_mlp, block.img_mlp, precision) for block in blocks)
+    return Blocks(duals=tuple(duals), singles=(), precision=precision)
 
 
 def _real_imaginary(turns_LP: Tensor) -> Tensor:
