@@ -51,7 +51,7 @@ def assert_nothing_is_left(gang: Gang, ranks: GpuRanks) -> None:
     """Neither in the table of jobs nor with the scheduler, its policy, or ranks that have begun a job."""
     driver = gang._driver
     assert driver._table.jobs == {}
-    assert num_steps_left(driver._scheduler) == {}
+    assert num_steps_left(driver.scheduler) == {}
     steps = [step for plan in ranks.plans.values() for work in plan.works for step in work.job_steps]
     ended = {step.job_id for step in steps if step.emit == "final"}
     dropped = {job_id for plan in ranks.plans.values() for job_id in plan.drops}
