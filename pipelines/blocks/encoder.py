@@ -116,7 +116,8 @@ class BlocksEncoder:
         request, *later = request.stages
         state, noise = self._encode(request, pictures)
         negative, avoided = None, request.negative_prompt
-        if avoided is not None and request.true_cfg_scale > 1 and not self._has_guidance():
+        is_guided = self._opened.spec.has_own_guidance or guiders_of(self._pipeline)
+        if avoided is not None and request.true_cfg_scale > 1 and not is_guided:
             other, _ = self._encode(replace(request, prompt=avoided), pictures)
             negative = self._values(other)
         values = self._values(state)
@@ -157,9 +158,6 @@ class BlocksEncoder:
         tree.run(self._opened.blocks, [(name,) for name in self._sections], self._pipeline, state)
         after = None if generator is None else NoiseState.of(generator)
         return state, None if before == after else after
-
-    def _has_guidance(self) -> bool:
-        return self._opened.spec.has_own_guidance or bool(guiders_of(self._pipeline))
 
     def _values(self, state: PipelineState) -> dict[str, Any]:
         """Return the encoding blocks' outputs that later blocks read."""

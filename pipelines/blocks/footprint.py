@@ -231,7 +231,9 @@ def _outline(opened: OpenedPipeline, name: str) -> Any:
     part_class, dtype = opened.part_class(name), opened.dtype_of(name)
     if part_class.__module__.startswith("diffusers."):
         part = getattr(opened.outlined, name)
-        return _widened(part, dtype) if isinstance(part, nn.Module) else nn.Module()
+        if not isinstance(part, nn.Module):
+            return nn.Module()
+        return part.to(dtype) if dtype == torch.float32 else part  # other dtypes keep some weights in float32
     if not issubclass(part_class, nn.Module):
         return nn.Module()
     config = encoder_config(opened.path, name)
@@ -239,11 +241,6 @@ def _outline(opened: OpenedPipeline, name: str) -> Any:
         return None
     with torch.device("meta"):
         return part_class(part_class.config_class(**config)).to(dtype)
-
-
-def _widened(part: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Return ``part`` with all weights in float32 if that is its ``dtype``; others keep theirs."""
-    return part.to(dtype) if dtype == torch.float32 else part
 
 
 def encoder_config(path: Path, part: str) -> Mapping[str, Any] | None:

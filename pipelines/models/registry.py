@@ -43,12 +43,10 @@ def spec_of(path: Path) -> ModelSpec:
     ValueError for other folders and unknown classes.
     """
     name = transformer_class(path)
-    has_family = name in FAMILY_FOLDERS and (not has_own_inputs(path) or _follows_control(path, load_spec(name)))
+    has_family = name in FAMILY_FOLDERS and (
+        not has_own_inputs(path) or read_index(path).get("_class_name") in load_spec(name).control_pipelines
+    )
     return (None if has_family else _whole_spec(path)) or load_spec(name)
-
-
-def _follows_control(path: Path, spec: ModelSpec) -> bool:
-    return read_index(path).get("_class_name") in spec.control_pipelines
 
 
 def transformer_class(path: Path) -> str:
