@@ -161,8 +161,9 @@ async def test_a_file_is_named_by_its_id(client: httpx.AsyncClient, studio: Fake
         await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": video}))
         assert levels(studio) == pytest.approx(LEVELS[:9], abs=TOLERANCE)
     await client.delete(f"/v1/files/{file['id']}")
-    error = error_of(await client.post(VIDEOS, json={"prompt": "a", "video": file["id"]}), 404)
-    assert error["param"] == "video"
+    for gone in (file["id"], {"file_id": "file-1"}, {"id": "video_1"}):  # no id that this server would make is no URL
+        error = error_of(await client.post(VIDEOS, json={"prompt": "a", "video": gone}), 404)
+        assert error["param"] == "video"
 
 
 async def source(client: httpx.AsyncClient, **headers: str) -> dict[str, Any]:
