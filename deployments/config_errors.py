@@ -99,7 +99,8 @@ def _members(json_schema: Mapping[str, Any], place: Place) -> list[Mapping[str, 
     node = json_schema
     for part in place:
         node = _resolved(json_schema, node)
-        node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
+        named = node.get("properties", {}).get(part) or node.get("additionalProperties")
+        node = node.get("items", {}) if isinstance(part, int) else named if isinstance(named, dict) else {}
     return [one for one in node.get("anyOf", (node,)) if one.get("type") != "null"]
 
 
