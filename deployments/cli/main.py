@@ -274,9 +274,7 @@ def doctor(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory of picture.png, recipe.png, edited.png, clip.mp4.")] = Path(
-        "out"
-    ),
+    out: Annotated[Path, typer.Option(help="Directory of the pictures, the edit and the clip.")] = Path("out"),
 ) -> None:
     """Make a picture, the same by a recipe, an edit and a clip through a real server, with the shipped models."""
     from deployments.cli.demo import demo as run
