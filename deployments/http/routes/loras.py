@@ -144,7 +144,8 @@ def lora_routes(context: ApiContext) -> APIRouter:
         """Delete an adapter. Requests that name it already are finished with it."""
         record = await find_lora(context, requester, lora_id)
         if not may_delete(record, context, requester):
-            message = f"The adapter {shown(lora_id)} was added with another key, and only that one may delete it"
+            added = f"The adapter {shown(lora_id)} was added with another key, or without one"
+            message = f"{added}: only that key may delete it, or any with api.share_between_keys"
             raise ApiError(403, message, param="lora_id", code="lora_of_other_key")
         await context.loras.remove(record.id)
         await asyncio.to_thread(context.loras.touch, record.id)
