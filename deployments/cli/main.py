@@ -117,6 +117,8 @@ def _generate(
     """Run the command on the server at ``place``; ``files`` are the fields of ``Inputs``."""
     from deployments.cli import generate as generating
 
+    with errors():
+        generating.check_ending(out)
     inputs = generating.Inputs(**files)
     with _client(*place) as client:
         generating.generate(client, prompt, out, options, inputs)
