@@ -64,7 +64,7 @@ durations: $(READY) ## Run what make test does, write tests/durations.json (its 
 test-gpu: $(READY) ## Run the tests that need CUDA devices
 	@$(PY) -m pytest -m gpu $(PYTEST_ARGS)
 
-demo: $(READY) ## Start everything, paint one picture and one clip into out/, stop everything
+demo: $(READY) ## Start everything, make pictures, an edit and a clip in out/, stop everything
 	@$(PY) -m deployments.cli.main demo
 
 serve: $(READY) ## Serve CONFIG (deployments/configs/laptop.yaml) on 127.0.0.1:8000 until Ctrl-C

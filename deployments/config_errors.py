@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,7 @@ CONFIG_SENTENCES = SENTENCES | {
 }
 ROOT: Place = ("applications", 0, "args")
 """The section of nearly all keys, omitted from paths."""
+OFF = re.compile(r"\boff\b")
 MODEL = "\0"
 """Placeholder of models' names in a path."""
 
@@ -81,7 +83,8 @@ def _sentence(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
         return " is missing"
     if error["type"] == "value_error":
         return f": {error['ctx']['error']}"
-    return f" is {shown(error['input'])}: {formatted(error, CONFIG_SENTENCES)}"
+    quoted = ' (YAML reads off as false: write "off")' if error["input"] is False and OFF.search(str(error)) else ""
+    return f" is {shown(error['input'])}: {formatted(error, CONFIG_SENTENCES)}{quoted}"
 
 
 def _nearest_key(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
@@ -99,7 +102,8 @@ def _members(json_schema: Mapping[str, Any], place: Place) -> list[Mapping[str, 
     node = json_schema
     for part in place:
         node = _resolved(json_schema, node)
-        node = node.get("items", {}) if isinstance(part, int) else node.get("properties", {}).get(part, {})
+        named = node.get("properties", {}).get(part) or node.get("additionalProperties")
+        node = node.get("items", {}) if isinstance(part, int) else named if isinstance(named, dict) else {}
     return [one for one in node.get("anyOf", (node,)) if one.get("type") != "null"]
 
 

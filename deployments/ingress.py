@@ -25,6 +25,7 @@ from deployments.http.app import create_api
 from deployments.http.drain import Drain
 from deployments.http.settings import ApiLimits, ApiSettings
 from deployments.lora_store import LoraStore, lora_folder
+from deployments.model_config import ModelConfig
 from deployments.observability.exposition import Exposition, ReplicaMetrics, replica_metrics
 from deployments.ray_private import route_in_this_loop, serve_host
 from deployments.replicas import prepare_replica
@@ -51,32 +52,40 @@ NO_MEMORY: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 def make_cards(config: AppConfig, memory: Mapping[str, Mapping[str, Any]] = NO_MEMORY) -> dict[str, ModelCard]:
     """Return the cards of the served models, from configuration files only. ``memory``: see ``ModelCard``, by model."""
-    cards: dict[str, ModelCard] = {}
-    enhancers = config.prompt_enhancers
-    for model in config.models:
-        checkpoint = Checkpoint.open(model.source, weights=False)
-        cards[model.name] = ModelCard(
-            name=model.name,
-            family=checkpoint.spec.family,
-            created=changed_at_s(checkpoint.path),
-            defaults=checkpoint.defaults.with_adapters(
-                has_merged=any(not one.name for one in model.adapters),
-                has_named=any(one.name for one in model.adapters) or model.runtime_loras is not None,
-            ),
-            aliases=model.aliases,
-            loras=named(model.adapters),
-            recipes=merged(model.recipes, checkpoint.recipes),
-            qualities=model.qualities,
-            description=checkpoint.description,
-            enhances_prompts=enhancers[model.name].default if model.name in enhancers else None,
-            path="whole pipeline" if checkpoint.spec.is_whole else "blocks",
-            forwards="eager" if checkpoint.spec.is_whole and not model.denoiser.compile else None,
-            runtime_loras=model.runtime_loras,
-            memory=memory.get(model.name),
-            attentions=model.attentions,
-        )
-        check_recipes(cards[model.name])
-    return cards
+    enhancers = {name: enhancer.default for name, enhancer in config.prompt_enhancers.items()}
+    return {
+        model.name: make_card(model, enhances_prompts=enhancers.get(model.name), memory=memory.get(model.name))
+        for model in config.models
+    }
+
+
+def make_card(
+    model: ModelConfig, *, enhances_prompts: bool | None = None, memory: Mapping[str, Any] | None = None
+) -> ModelCard:
+    """Return the card of a model. ValueError if it refuses one of its recipes."""
+    checkpoint = Checkpoint.open(model.source, weights=False)
+    card = ModelCard(
+        name=model.name,
+        family=checkpoint.spec.family,
+        created=changed_at_s(checkpoint.path),
+        defaults=checkpoint.defaults.with_adapters(
+            has_merged=any(not one.name for one in model.adapters),
+            has_named=any(one.name for one in model.adapters) or model.runtime_loras is not None,
+        ),
+        aliases=model.aliases,
+        loras=named(model.adapters),
+        recipes=merged(model.recipes, checkpoint.recipes),
+        qualities=model.qualities,
+        description=checkpoint.description,
+        enhances_prompts=enhances_prompts,
+        path="whole pipeline" if checkpoint.spec.is_whole else "blocks",
+        forwards="eager" if checkpoint.spec.is_whole and not model.denoiser.compile else None,
+        runtime_loras=model.runtime_loras,
+        memory=memory,
+        attentions=model.attentions,
+    )
+    check_recipes(card)
+    return card
 
 
 def own_names() -> tuple[str, ...]:

@@ -264,5 +264,7 @@ def resolve_file(source: str, name: str, usual: tuple[str, ...], *, beside: tupl
     here = sorted(file.name for file in path.glob("*.safetensors"))
     fitting = [one for one in usual if one in here] or here
     if name or not fitting or (len(fitting) > 1 and fitting[0] not in usual):
-        raise ValueError(f"which file of {source!r} is meant? Say file: NAME; there are: {', '.join(here) or 'none'}")
+        known = ", ".join(here) or "none"
+        place = "Add its name to the path, or say file: NAME in a configuration"
+        raise ValueError(f"which file of {source!r} is meant? {place}; there are: {known}")
     return path / fitting[0]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Literal
 
 from engines.core.model import Mix, normal_mix
 from engines.core.spec import Attention
 from pipelines.caching import CacheMode, computed_steps, control_changes
-from pipelines.solver import AS_THE_MODEL, Solver
+from pipelines.solver import AS_THE_MODEL, Solver, check_falling
 from pipelines.wording import counted
 
 if TYPE_CHECKING:
@@ -208,9 +207,7 @@ def check_second_stage(request: MediaRequest, scale: float) -> None:
         )
     if scale != second.scale:
         raise ValueError(f"the sides grow by {second.scale:g} between both passes; this model's factor is {scale:g}")
-    falls = all(after < before for before, after in pairwise(second.sigmas))
-    if not second.sigmas or not falls or not 0 < second.sigmas[-1] <= second.sigmas[0] <= 1:
-        raise ValueError("second_stage_sigmas must fall from at most 1 to a last value above 0")
+    check_falling("second_stage_sigmas", second.sigmas, 1.0)
     if request.num_video_frames:
         raise ValueError("a clip came along, for which there is one pass: leave out video, or the second_stage_sigmas")
     if request.num_frames == 1:

@@ -10,6 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 MAX_SHIFT = 1000.0
+MAX_SHOWN = 8
+"""Values of a wrong schedule in a message."""
 SIGMAS, TIMESTEPS = "sigmas", "timesteps"
 SPACING = "timestep_spacing"
 SHIFT = "shift"
@@ -73,6 +75,15 @@ NOISE: Mapping[str, NamedScheduler] = {
     "lcm": NamedScheduler(class_name="LCMScheduler", inputs=(TIMESTEPS,)),
 }
 """Schedulers for models that predict noise."""
+
+
+def check_falling(name: str, values: tuple[float, ...], most: float) -> None:
+    """Raise ValueError unless the ``values`` of a schedule fall, from at most ``most``, and are above 0."""
+    falls = all(after < before for before, after in pairwise(values))
+    if not values or not falls or not 0 < values[-1] <= values[0] <= most:
+        given = ", ".join(f"{value:g}" for value in values[:MAX_SHOWN])
+        more = ", …" if len(values) > MAX_SHOWN else ""
+        raise ValueError(f"{name} is [{given}{more}]: it must fall from at most {most:g} to a last value above 0")
 
 
 def predicts_flow(class_name: str | None, config: Mapping[str, Any]) -> bool:
@@ -156,9 +167,7 @@ class SolverLimits:
             fitting = ", ".join(one for one in self.schedulers if name in known[one].inputs) or "none"
             raise ValueError(f"scheduler {chosen or 'of this model'} takes no {name}; those that do: {fitting}")
         most = 1.0 if name == SIGMAS and self.is_flow else 1000.0
-        falls = all(after < before for before, after in pairwise(values))
-        if not falls or not 0 < values[-1] <= values[0] <= most:
-            raise ValueError(f"{name} must fall from at most {most:g} to a last value above 0")
+        check_falling(name, values, most)
 
     def check_second_scale(self, scale: float | None, true_cfg_scale: float) -> None:
         if scale is None:

@@ -142,14 +142,22 @@ def _check_mask_of_clip(model: dict[str, Any], inputs: Inputs) -> None:
         raise ValueError("--mask says where a clip is made anew: add --video FILE")
 
 
+def check_ending(out: Path) -> None:
+    """Raise ValueError for a file that no model writes, before a server starts."""
+    known = [ending for endings in ENDINGS.values() for ending in endings]
+    if out.suffix.lower() not in known:
+        raise ValueError(f"--out is {out}: it must end in {', '.join(known)}, not {out.suffix.lower() or 'nothing'}")
+
+
 def _kind(model: dict[str, Any], out: Path) -> MediaKind:
     """Return the kind that the extension of ``out`` selects. ValueError if the model does not make it."""
+    check_ending(out)
     kinds: list[MediaKind] = model["kinds"]
     if kind := next((kind for kind in kinds if out.suffix.lower() in ENDINGS[kind]), None):
         return kind
     made = " and ".join(WORDS[kind] for kind in kinds)
     allowed = ", ".join(ending for kind in kinds for ending in ENDINGS[kind])
-    raise ValueError(f"{model['id']} makes {made}: --out must end in {allowed}, not {out.suffix.lower() or 'nothing'}")
+    raise ValueError(f"{model['id']} makes {made}: --out must end in {allowed}, not {out.suffix.lower()}")
 
 
 def _events(

@@ -117,6 +117,8 @@ def _generate(
     """Run the command on the server at ``place``; ``files`` are the fields of ``Inputs``."""
     from deployments.cli import generate as generating
 
+    with errors():
+        generating.check_ending(out)
     inputs = generating.Inputs(**files)
     with _client(*place) as client:
         generating.generate(client, prompt, out, options, inputs)
@@ -274,9 +276,9 @@ def doctor(
 
 @app.command()
 def demo(
-    out: Annotated[Path, typer.Option(help="Directory for picture.png, edited.png and clip.mp4.")] = Path("out"),
+    out: Annotated[Path, typer.Option(help="Directory of the pictures, the edit and the clip.")] = Path("out"),
 ) -> None:
-    """Make a picture, an edit of it and a clip through the real HTTP server, with the shipped models."""
+    """Make a picture, the same by a recipe, an edit and a clip through a real server, with the shipped models."""
     from deployments.cli.demo import demo as run
 
     with errors():

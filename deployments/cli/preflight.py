@@ -293,6 +293,9 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
     model.denoiser.check_engine(model.dtype, eager_only=eager_only)
     if model.memory_gib is not None and not checkpoint.spec.is_whole:
         _ = budget_of(model)
+    from deployments.ingress import make_card  # imports Ray Serve
+
+    _ = make_card(model)
 
 
 def _sleep(config: ServeConfig) -> Iterator[str]:

@@ -11,7 +11,7 @@ from deployments.clips.database import ClipRecord
 from deployments.http.streams import Event
 from deployments.requests.fields import Quality
 from deployments.requests.model_choice import BEHIND
-from deployments.requests.recipe_choice import recipe_document, steps_of_quality
+from deployments.requests.recipe_choice import recipe_defaults, recipe_document, steps_of_quality
 from deployments.requests.rules import QUALITY_SHARES
 from deployments.service.interface import ModelCard, ModelPath, Progress, StageTimes
 from engines.core.engine import Forwards
@@ -117,6 +117,11 @@ class Model(BaseModel):
         for name in dict.fromkeys((*(lora.name for lora in card.loras), *card.recipes)):
             nothing: dict[str, Any] = {"aliases": (), "loras": (), "recipes": {}, "qualities": {}}
             changes = {**nothing, "id": f"{card.name}{BEHIND}{name}", "parent": card.name}
+            if name in card.recipes:
+                defaults = recipe_defaults(name, card)
+                has_steps = defaults.num_inference_steps != card.defaults.num_inference_steps
+                steps = dict.fromkeys(model.steps, defaults.num_inference_steps) if has_steps else model.steps
+                changes |= {"defaults": defaults, "steps": steps}
             yield model.model_copy(update=changes)
 
 

@@ -63,10 +63,10 @@ async def read_source(
     """
     if not isinstance(source, str):
         return source
-    if FILE_ID.fullmatch(source):
+    if source.startswith("file-"):
         record = await find_file(context, requester, source, param)
         file = await asyncio.to_thread(context.contents.find, record.id)
-    elif VIDEO_ID.fullmatch(source):
+    elif source.startswith("video_"):
         file = await _clip_file(context, await find_clip(context, requester, source, param), param)
     else:
         return source

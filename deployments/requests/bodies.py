@@ -242,7 +242,7 @@ class WebhookBody(BaseModel):
 class VideoBody(MediaBody):
     """Body of POST /v1/videos."""
 
-    picture_fields = ("input_reference", "video", "mask")
+    picture_fields = ("input_reference", "video", "reference_video", "mask")
 
     input_reference: Pictures | None = Field(
         None, description="The picture to begin with, or several at frames: PNG, JPEG or WebP."
@@ -257,6 +257,7 @@ class VideoBody(MediaBody):
         description="The clip to change or to continue: MP4, MOV, WebM or GIF, or the id of a file or a clip; several "
         "for models that take them.",
     )
+    reference_video: Videos | None = Field(None, description="The same as video, by another name.")
     keep_audio: bool | None = Field(
         None,
         description="Whether the sound of video is kept: models that hear it take it as a reference, others put it "
@@ -297,7 +298,7 @@ class VideoBody(MediaBody):
     def sources(self) -> Sources:
         """See ``MediaBody.sources``."""
         pictures = self.input_reference or ()
-        videos = self.video or ()
+        videos = (self.video or ()) + (self.reference_video or ())
         return Sources(
             param="input_reference",
             pictures=pictures,

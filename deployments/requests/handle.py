@@ -26,10 +26,11 @@ KINDS_BY_FIELD: Mapping[str, MediaKind] = {
     "control_image": "image",
     "input_reference": "video",
     "video": "video",
+    "reference_video": "video",
 }
 """The kind that is made of pictures and clips, by their field."""
-PICTURES = ("image", "images", "input_reference")
-"""Fields whose pictures are counted."""
+PICTURES, VIDEOS = ("image", "images", "input_reference"), ("video", "reference_video")
+"""Fields whose pictures and clips are counted."""
 
 
 def handle_request(
@@ -77,14 +78,17 @@ def card_for(cards: Mapping[str, ModelCard], model: Any, kind: Any, fields: Mapp
 
 def needs_of_fields(fields: Mapping[str, Any]) -> Needs:
     """Like ``Needs.of``, for fields that are not checked yet."""
-    pictures = [fields[name] for name in PICTURES if fields.get(name) is not None]
+    num_pictures, num_videos = (
+        sum(len(one) if isinstance(one, list | tuple) else 1 for name in names if (one := fields.get(name)) is not None)
+        for names in (PICTURES, VIDEOS)
+    )
     return Needs(
-        num_pictures=sum(len(one) if isinstance(one, list | tuple) else 1 for one in pictures),
+        num_pictures=num_pictures,
         has_mask=fields.get("mask") is not None,
         strength=fields.get("strength"),
         num_layers=fields.get("layers"),
-        has_video=(video := fields.get("video")) is not None,
-        num_videos=len(video) if isinstance(video, list | tuple) else int(video is not None),
+        has_video=num_videos > 0,
+        num_videos=num_videos,
         keeps_audio=fields.get("keep_audio") is True,
         has_lora=bool(fields.get("lora") or fields.get("recipe")),
         has_control=fields.get("control_image") is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from deployments.requests.bodies import ImageBody, MediaBody, VideoBody
@@ -19,6 +20,7 @@ from deployments.requests.rules import (
 from deployments.requests.size_choice import choose_size
 from deployments.requests.validation import validated
 from deployments.service.interface import ModelCard
+from pipelines.defaults import Defaults
 from pipelines.recipes import NO_RECIPE, Recipe
 from pipelines.request import Lora
 
@@ -83,6 +85,22 @@ def steps_of_quality(quality: Quality, card: ModelCard) -> int:
     return given or quality_steps(quality, card.defaults)
 
 
+def recipe_defaults(name: str, card: ModelCard) -> Defaults:
+    """Return the steps and scales of requests that name a recipe and nothing else, with the model's other defaults."""
+    body = with_recipe(_body_of(name, card), card)
+    guidance_scale, true_cfg_scale = choose_scales(body, card)
+    return replace(
+        card.defaults,
+        num_inference_steps=choose_steps(body, card.defaults),
+        guidance_scale=guidance_scale,
+        true_cfg_scale=true_cfg_scale,
+    )
+
+
+def _body_of(name: str, card: ModelCard) -> MediaBody:
+    return validated(VideoBody if card.defaults.kind == "video" else ImageBody, {"prompt": "a", "recipe": name})
+
+
 def recipe_document(name: str, recipe: Recipe, card: ModelCard) -> dict[str, Any]:
     """Return the settings of a recipe as a JSON object, with its adapters."""
     each = {"lora": recipe.loras(name, card.loras), "second_stage_lora": recipe.second_stage_loras(name, card.loras)}
@@ -97,14 +115,13 @@ def check_recipes(card: ModelCard) -> None:
         if name not in card.recipes:
             recipes = ", ".join(card.recipes) or "none"
             raise ValueError(f"qualities.{quality} of {card.name} is {name!r}; the model's recipes: {recipes}")
-    kind = VideoBody if card.defaults.kind == "video" else ImageBody
     known = [lora.name for lora in card.loras]
     for name, recipe in card.recipes.items():
         try:
             if missing := [lora.name for lora in (*recipe.lora, *recipe.second_stage_lora) if lora.name not in known]:
                 raise ValueError(f"the model has no adapter {missing[0]}; its adapters: {', '.join(known) or 'none'}")
-            body = with_recipe(validated(kind, {"prompt": "a", "recipe": name}), card)
-            validated(kind, {"prompt": "a", **recipe.settings})
+            body = with_recipe(_body_of(name, card), card)
+            validated(type(body), {"prompt": "a", **recipe.settings})
             choose_attention(body, card)
             guidance_scale, true_cfg_scale = choose_scales(body, card)
             card.defaults.request(

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import from_json
 
-from deployments.requests.bodies import PeerFields
+from deployments.requests.bodies import EditBody, ImageBody, PeerFields
 from deployments.requests.request_errors import RequestError, printable, shown
 
 B = TypeVar("B", bound=BaseModel)
@@ -73,6 +73,9 @@ def field_error(errors: Collection[Mapping[str, Any]], fields: Mapping[str, Fiel
     path = [str(part) for part in first["loc"] if part not in ("query", "path", "header")]
     param = printable(path[0]) if path else None
     names = ", ".join(name for name, field in fields.items() if not is_peers(name, field))
+    if first["type"] == "extra_forbidden" and fields is ImageBody.model_fields and param in EditBody.model_fields:
+        message = f"{param} is for pictures that come along: send it to POST /v1/images/edits, or leave it out"
+        return RequestError(message, param, code="unknown_field")
     if first["type"] == "extra_forbidden":
         nearest = nearest_name(path[0], fields)
         known = f"known fields: {names}" if fields else ""

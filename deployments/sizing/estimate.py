@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 
 
 PAPER_MACHINE = "h200"
+USUAL_MACHINES = ("rtx-4090", "l40s", "h100", "h200")
+"""Machines whose figures predict costs for a size of memory if no GPU is here, smallest first."""
+DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
+"""Where NVIDIA's driver describes each GPU. A process that asks CUDA would take memory of it."""
 GUIDED = 2.0
 """Any scale above 1, which gives a step its second branch."""
 
@@ -293,13 +297,40 @@ def _limits_decodes(checkpoint: Checkpoint) -> bool:
     return not list(decoder_problems(checkpoint.path, compiled=False, limits_memory=True, num_devices=1))
 
 
+def machine_like(memory_gib: float) -> str:
+    """Return the known machine of this host's first GPU; without one, the usual one with ``memory_gib``."""
+    from engines.planner.machine import MACHINES
+
+    name = gpu_name().lower()
+    if here := [key for key in MACHINES if key.replace("-", " ") in name]:
+        return max(here, key=len)
+    large = (key for key in USUAL_MACHINES if MACHINES[key].memory_bytes >= 0.9 * memory_gib * GIB)
+    return next(large, USUAL_MACHINES[-1])
+
+
+def gpu_name() -> str:
+    """Return the driver's name of this host's first GPU, without CUDA; empty without a GPU."""
+    for file in sorted(DRIVER_FOLDER.glob("*/information")):
+        for line in file.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key == "Model":
+                return value.strip()
+    return ""
+
+
 def find_machine(options: EstimateOptions, counted: ModelProfile) -> tuple[Machine, str]:
-    """Return figures and their source: the option, an earlier measurement, a new one, or a known machine."""
+    """Return figures and their source: the option, an earlier measurement, a new one, or a known machine.
+
+    With ``memory_gib`` they are those by which a server chooses savings.
+    """
     from engines.planner.machine import MACHINES, Machine
 
     if options.machine is not None:
         is_known = options.machine.lower() in MACHINES
         return _named_or_read(options.machine), f"the known machine {options.machine}" if is_known else options.machine
+    if options.memory_gib is not None and not options.measure:
+        name = machine_like(options.memory_gib)
+        return MACHINES[name], f"the known machine {name}, by which a server chooses savings; --machine names another"
     kind = "cuda" if _has_gpus(options.num_ranks) else "cpu"
     file = measurement_file(counted, kind, options.num_ranks, options.attention)
     if options.measure or (kind == "cuda" and not file.is_file()):

@@ -9,13 +9,12 @@ import logging
 from collections.abc import Iterable
 from dataclasses import replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from deployments.config import AppConfig
 from deployments.model_config import ModelConfig, check_sleeping
-from deployments.sizing.estimate import Estimate, EstimateOptions, estimate_of, open_model
-from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, RequestTimes
+from deployments.sizing.estimate import Estimate, EstimateOptions, estimate_of, machine_like, open_model
+from deployments.sizing.fit import APART, ON_CPU, SHARED, TURNS, Fit, RequestTimes
 from deployments.sizing.savings import Budget, BudgetRules, choose_savings, extra_s_of
 from engines.core.spec import scheme_of
 from pipelines.libraries import quiet_libraries
@@ -23,11 +22,6 @@ from pipelines.size import Size
 
 if TYPE_CHECKING:
     from pipelines.checkpoint import Checkpoint
-
-USUAL_MACHINES = ("rtx-4090", "l40s", "h100", "h200")
-"""Machines whose figures predict costs for a size of memory if no GPU is here, smallest first."""
-DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
-"""Where NVIDIA's driver describes each GPU. A process that asks CUDA would take memory of it."""
 
 logger = logging.getLogger("troupe.memory")
 
@@ -90,27 +84,6 @@ def _can_sleep(model: ModelConfig) -> bool:
     except ValueError:
         return False
     return find_spec("torch_memory_saver") is not None
-
-
-def machine_like(memory_gib: float) -> str:
-    """Return the known machine of this host's first GPU; without one, the usual one with ``memory_gib``."""
-    from engines.planner.machine import MACHINES
-
-    name = gpu_name().lower()
-    if here := [key for key in MACHINES if key.replace("-", " ") in name]:
-        return max(here, key=len)
-    large = (key for key in USUAL_MACHINES if MACHINES[key].memory_bytes >= 0.9 * memory_gib * GIB)
-    return next(large, USUAL_MACHINES[-1])
-
-
-def gpu_name() -> str:
-    """Return the driver's name of this host's first GPU, without CUDA; empty without a GPU."""
-    for file in sorted(DRIVER_FOLDER.glob("*/information")):
-        for line in file.read_text().splitlines():
-            key, _, value = line.partition(":")
-            if key == "Model":
-                return value.strip()
-    return ""
 
 
 def budget_of(model: ModelConfig) -> Budget:

@@ -17,6 +17,7 @@ from torch import nn
 
 from engines.core.model import Addition, DenoiserModel
 from engines.parallel.copies import weightless_copy
+from engines.parallel.weight_files import metadata_of
 from pipelines.lora.adapter_config import written_config
 from pipelines.lora.model import check_linears, read_low_ranks
 from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits, LoraSource
@@ -169,13 +170,12 @@ def with_runtime_loras(model: DenoiserModel, pipeline_class: Any, limits: LoraLi
 
 def check_patterns(path: Path) -> None:
     """Raise ValueError for a config with patterns that cannot be matched, or whose matching could take for ever."""
+    metadata_of(path)
     try:
         beside = path.parent / PEFT_CONFIG
         configs = [written_config(path), json.loads(beside.read_text()) if beside.is_file() else {}]
-    except (ValueError, OSError, AttributeError) as error:
+    except (ValueError, OSError, AttributeError, RecursionError) as error:
         raise ValueError(f"the config of {path} cannot be read: {error}") from error
-    except Exception as error:  # safetensors' own
-        raise ValueError(f"{path} is no safetensors file, or not the whole of one ({error})") from error
     patterns: list[str] = []
     for config in configs:
         if not isinstance(config, dict):

@@ -69,8 +69,14 @@ def _whole_spec(path: Path) -> ModelSpec | None:
 
     spec = whole_spec(path)
     if spec is not None:
-        logger.warning("diffusers has no blocks for the %s: its own call runs on one rank a gang", spec.family)
+        _log_whole(spec.family)
     return spec
+
+
+@cache
+def _log_whole(family: str) -> None:
+    """Log once a process that a pipeline runs whole: a start opens its folder several times."""
+    logger.warning("diffusers has no blocks for the %s: its own call runs on one rank a gang", family)
 
 
 @cache

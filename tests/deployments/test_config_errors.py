@@ -54,6 +54,14 @@ CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
     ),
     (misspelt_section, ["modles is no key here: did you mean models?"]),
     (
+        lambda document: models(document)[0]["recipes"]["four-steps"].update(steps=4, cache=False),
+        [
+            "models.flux-shapes.recipes.four-steps.cache is false: it must be off, conservative or fast (YAML reads "
+            'off as false: write "off")',
+            "models.flux-shapes.recipes.four-steps.steps is no key here: did you mean num_inference_steps?",
+        ],
+    ),
+    (
         lambda document: models(document)[0]["denoiser"].update(nccl={"max_cta": 3}, torch={"peer": "no"}),
         [
             "models.flux-shapes.denoiser.nccl.max_cta is no key here: did you mean max_ctas?",

@@ -43,7 +43,7 @@ MISTAKES = {
         ["--model", "dall-e", "--out", "a.png"],
         f"no model dall-e; served: {PICTURES}, {RECIPE}, {CLIPS}, {EDITS}",
     ),
-    "ending": (["--out", "a.gif"], f"{PICTURES} makes pictures: --out must end in .png, .jpg, .jpeg, .webp"),
+    "ending": (["--out", "a.gif"], "--out is a.gif: it must end in .mp4, .png, .jpg, .jpeg, .webp, not .gif"),
     "picture": (["--model", PICTURES, "--out", "a.mp4"], f"{PICTURES} makes pictures: --out must end in .png"),
     "clip": (["--model", CLIPS, "--out", "a.png"], f"{CLIPS} makes clips: --out must end in .mp4"),
 }

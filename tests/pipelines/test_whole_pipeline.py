@@ -254,6 +254,15 @@ def test_capabilities_are_those_of_the_signature(folders: Callable[[Make], Path]
         paints.request(cache="fast", num_inference_steps=20)
 
 
+def test_a_start_that_opens_a_folder_often_says_it_once(
+    folders: Callable[[Make], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    registry._log_whole.cache_clear()
+    for _ in range(2):
+        _ = Checkpoint(folders(tiny_whole.chroma)).defaults
+    assert caplog.messages == ["diffusers has no blocks for the ChromaPipeline: its own call runs on one rank a gang"]
+
+
 def test_a_distilled_scale_beside_a_guider_reaches_the_call(folders: Callable[[Make], Path]) -> None:
     distilled, guided = (
         Checkpoint(folders(make)) for make in (tiny_whole_qwen.hunyuan_image_distilled, tiny_whole_qwen.hunyuan_image)

@@ -61,7 +61,8 @@ def image_routes(context: ApiContext) -> APIRouter:
         """Change pictures that come along, or draw after them. Models say in their defaults what they take."""
         resolved = await read_upload(context, request, requester, EditBody, "image")
         if not resolved.pictures.pictures and resolved.pictures.control is None:
-            raise RequestError("image is required: the picture to change", "image", code="missing_field")
+            message = "image is required: the picture to change; or control_image, of models that follow one"
+            raise RequestError(message, "image", code="missing_field")
         return await draw(context, request, requester, resolved, idempotency_key)
 
     @router.get(

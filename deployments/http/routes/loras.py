@@ -32,7 +32,7 @@ from deployments.requests.rules import Requester
 from deployments.requests.validation import validated, validated_form
 from deployments.service.interface import ModelCard
 from pipelines.loading import resolve_file
-from pipelines.lora.source import ADAPTER_FILES, NAME, PEFT_CONFIG, LoraLimits, check_scale
+from pipelines.lora.source import ADAPTER_FILES, MAX_SCALE, NAME, PEFT_CONFIG, LoraLimits
 from pipelines.request import Lora
 
 LORAS = "/v1/loras"
@@ -52,14 +52,6 @@ def _name(name: str) -> str:
     return name
 
 
-def _scale(scale: float) -> float:
-    try:
-        check_scale(scale)
-    except ValueError as error:
-        raise PydanticCustomError("lora_scale", str(error)) from None
-    return scale
-
-
 class LoraBody(BaseModel):
     """Fields of POST /v1/loras beside the files."""
 
@@ -69,7 +61,9 @@ class LoraBody(BaseModel):
     name: Annotated[str, StringConstraints(max_length=128), AfterValidator(_name)] = Field(
         description="Requests name it so, in lora or behind the model's name."
     )
-    scale: Annotated[float, AfterValidator(_scale)] = Field(1.0, description="Scale of requests that give none.")
+    scale: float = Field(
+        1.0, ge=-MAX_SCALE, le=MAX_SCALE, allow_inf_nan=False, description="Scale of requests that give none."
+    )
     part: Annotated[str, StringConstraints(max_length=128, pattern=PART)] = Field(
         "", description="The transformer that it is for. Layers of other parts are then left out."
     )
@@ -145,7 +139,8 @@ def lora_routes(context: ApiContext) -> APIRouter:
         """Delete an adapter. Requests that name it already are finished with it."""
         record = await find_lora(context, requester, lora_id)
         if not may_delete(record, context, requester):
-            message = f"The adapter {shown(lora_id)} was added with another key, and only that one may delete it"
+            added = f"The adapter {shown(lora_id)} was added with another key, or without one"
+            message = f"{added}: only that key may delete it, or any with api.share_between_keys"
             raise ApiError(403, message, param="lora_id", code="lora_of_other_key")
         await context.loras.remove(record.id)
         await asyncio.to_thread(context.loras.touch, record.id)

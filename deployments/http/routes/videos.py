@@ -190,7 +190,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
 
 def with_video(body: VideoBody) -> VideoBody:
     """Return ``body``. RequestError if no clip came along."""
-    if not body.video:
+    if not body.sources.videos:
         raise RequestError("video is required: the clip to change", "video", code="missing_field")
     return body
 
@@ -200,7 +200,7 @@ def as_remix(body: VideoBody, source: ClipRecord, cards: Mapping[str, ModelCard]
 
     RequestError if a clip or a picture came along as well.
     """
-    for name in ("video", "input_reference"):
+    for name in ("video", "reference_video", "input_reference"):
         if getattr(body, name) is not None:
             raise RequestError(f"{name} came along, but the path names the clip to change; leave it out", name)
     model = source.request.model

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 KINDS = "an MP4, MOV, WebM or GIF file"
 MOV_ATOMS = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip")
 EBML, GIF = b"\x1aE\xdf\xa3", b"GIF8"
+GIF_END, GIF_TAIL = b"\0;", 1024
+"""The end of a GIF's last block and its trailer, and the bytes of a file's end in which they are; FFmpeg needs none."""
 DECODERS = ("h264", "hevc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-vp9", "mpeg4", "mjpeg", "prores", "gif")
 OPTIONS = {"codec_whitelist": ",".join(DECODERS), "protocol_whitelist": "none"}
 WITH_OPACITY = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
@@ -103,6 +105,8 @@ def read_video(
     name = _container(data, param)
     if name == "mov":
         data = _with_small_index(data, param)
+    if name == "gif" and GIF_END not in data[-GIF_TAIL:]:
+        raise broken(param, "its end is missing")
     with _naming(param), av.open(io.BytesIO(data), "r", format=name, options=OPTIONS) as container:
         file = _File(container=container, param=param, limits=limits, end_s=end_s)
         first, frames = file.open()

@@ -122,7 +122,7 @@ def test_the_ending_says_what_is_made(kinds: list[str], name: str, kind: str) ->
     [
         (["image"], "x.mp4", "m makes pictures: --out must end in .png, .jpg, .jpeg, .webp, not .mp4"),
         (["video"], "x.png", "m makes clips: --out must end in .mp4, not .png"),
-        (["video", "image"], "x", "m makes clips and pictures: --out must end in .mp4, .png, .* not nothing"),
+        (["video", "image"], "x", "--out is x: it must end in .mp4, .png, .* not nothing"),
     ],
 )
 def test_another_ending_is_refused(kinds: list[str], name: str, message: str) -> None:

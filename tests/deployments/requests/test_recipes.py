@@ -187,6 +187,8 @@ def test_the_laptops_model_lists_its_recipe() -> None:
     (source,) = app.models[0].adapters
     assert adapter_bytes(source) < 3_000_000
     assert (by_recipe.id, model.loras) == ("flux-shapes:four-steps", ())
+    assert (by_recipe.defaults.num_inference_steps, set(by_recipe.steps.values())) == (4, {4})
+    assert (model.defaults.num_inference_steps, model.steps["low"]) == (20, 10)
     changed = model.recipes["four-steps"]
     assert 0.9 < changed.pop("likeness") < 1
     assert changed == {

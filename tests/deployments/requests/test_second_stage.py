@@ -111,7 +111,7 @@ def test_recipes_are_listed_with_the_adapters_of_each_pass(card: ModelCard) -> N
 @pytest.mark.parametrize(
     ("fields", "param", "told"),
     [
-        ({"second_stage_sigmas": [0.5, 0.7]}, "second_stage_sigmas", "second_stage_sigmas must fall from at most 1"),
+        ({"second_stage_sigmas": [0.5, 0.7]}, "second_stage_sigmas", r"is \[0.5, 0.7\]: it must fall from at most 1"),
         ({"second_stage_lora": [{"name": "ink"}]}, "second_stage_lora", "give second_stage_sigmas as well"),
         ({"recipe": "two-stages", "second_stage_lora": [{"name": "oil"}]}, "lora", "without an adapter 'oil'"),
         ({"recipe": "two-stages", "size": "1056x768"}, "size", "positive multiples of 64"),

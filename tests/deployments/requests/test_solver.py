@@ -61,7 +61,7 @@ REFUSED: list[tuple[SolverLimits, dict[str, Any], str, str]] = [
     (SolverLimits(), {"flow_shift": 2}, "flow_shift", "this model's schedule has none"),
     (SDXL, {"flow_shift": 2}, "flow_shift", "this model's schedule has none"),
     (FLUX, {"flow_shift": 0}, "flow_shift", "it must be above 0 and at most 1000"),
-    (FLUX, {"sigmas": [0.5, 1.0]}, "sigmas", "sigmas must fall from at most 1 to a last value above 0"),
+    (FLUX, {"sigmas": [0.5, 1.0]}, "sigmas", r"sigmas is \[0.5, 1\]: it must fall from at most 1 to a last"),
     (FLUX, {"sigmas": [0.5, 0.5]}, "sigmas", "must fall"),
     (FLUX, {"sigmas": [1.0, 0.0]}, "sigmas", "a last value above 0"),
     (FLUX, {"sigmas": [14.6, 1.0]}, "sigmas", "at most 1 "),

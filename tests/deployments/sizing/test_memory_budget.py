@@ -13,10 +13,10 @@ from deployments.config import AppConfig
 from deployments.http.answers import Model
 from deployments.ingress import make_cards
 from deployments.model_config import ModelConfig
-from deployments.sizing import memory_budget
-from deployments.sizing.estimate import Estimate, EstimateOptions, make_estimate
+from deployments.sizing import estimate
+from deployments.sizing.estimate import Estimate, EstimateOptions, machine_like, make_estimate
 from deployments.sizing.fit import APART, GIB, ON_CPU, SHARED, TURNS, Fit, OtherPass, RequestTimes, StageMemory
-from deployments.sizing.memory_budget import applied, budget_of, machine_like, predicted_s, rules_for, with_budgets
+from deployments.sizing.memory_budget import applied, budget_of, predicted_s, rules_for, with_budgets
 from deployments.sizing.savings import Budget, BudgetRules, Saving, choose_savings, extra_s_of
 from engines.planner.cost_model import Workload
 from engines.planner.forecast import forecast
@@ -374,8 +374,10 @@ def test_steps_that_are_not_known_before_a_request() -> None:
 def test_costs_are_those_of_a_known_card_of_that_size(
     memory_gib: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(memory_budget, "DRIVER_FOLDER", tmp_path)
-    assert machine_like(memory_gib) == name
+    monkeypatch.setattr(estimate, "DRIVER_FOLDER", tmp_path)
+    told = make_estimate(EstimateOptions(model="flux-shapes", num_ranks=1, memory_gib=memory_gib))
+    assert isinstance(told, Estimate)
+    assert (machine_like(memory_gib), told.origin.split(",")[0]) == (name, f"the known machine {name}")
     (tmp_path / "0000:01:00.0").mkdir()
     (tmp_path / "0000:01:00.0" / "information").write_text("Model: \t\t NVIDIA GeForce RTX 4090\nIRQ:   \t\t 70\n")
     assert machine_like(memory_gib) == "rtx-4090"

@@ -168,7 +168,7 @@ def test_which_file_is_meant(small: Callable[[str], Path], tmp_path: Path) -> No
     assert painted(folder, LoraSource(path=str(written.parent))).equal(expected)
     assert painted(folder, LoraSource(path=str(several), file="b.safetensors")).equal(expected)
     for file in ("", "c.safetensors"):
-        with pytest.raises(ValueError, match=r"Say file: NAME; there are: a\.safetensors, b\.safetensors"):
+        with pytest.raises(ValueError, match=r"say file: NAME in a .*; there are: a\.safetensors, b\.safetensors"):
             painted(folder, LoraSource(path=str(several), file=file))
     with pytest.raises(ValueError, match="no adapter 'nowhere'"):
         painted(folder, LoraSource(path="nowhere"))
@@ -182,7 +182,7 @@ def test_a_shipped_checkpoint_is_a_folder_of_adapters(tmp_path: Path, monkeypatc
     assert resolve_file(name, file, ADAPTER_FILES) == SHIPPED / name / file
     assert list(adapter_problems(Checkpoint.open(name), [LoraSource(path=name, file=file)])) == []
     (problem,) = adapter_problems(Checkpoint.open(name), [LoraSource(path=name, file="a.safetensors")])
-    assert "Say file: NAME" in problem
+    assert "say file: NAME in a configuration" in problem
     with pytest.raises(ValueError, match=r"no adapter 'other-shapes': .* or one of flux-shapes"):
         resolve_file("other-shapes", "", ADAPTER_FILES)
     monkeypatch.chdir(tmp_path)

@@ -229,8 +229,8 @@ def with_factors(rows: int, **config: object) -> Callable[[Path], object]:
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no tensors": (lambda path: path.write_bytes(b"PK no tensors"), "the adapter 'ink' is no safetensors file"),
-    "not whole": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "the adapter 'ink' is no safetensors file"),
+    "no tensors": (lambda path: path.write_bytes(b"PK no tensors"), "^the adapter 'ink' is no safetensors file"),
+    "not whole": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "^the adapter 'ink' is no safetensors file"),
     "not finite": (lambda path: save_file(damaged(load_file(path)), path), "values that are not finite"),
     "gone": (lambda path: path.unlink(), "'ink' was deleted, or a rank cannot see the data directory"),
     "a pattern": (

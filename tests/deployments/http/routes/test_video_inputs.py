@@ -71,16 +71,16 @@ async def made(client: httpx.AsyncClient, answer: httpx.Response, **headers: str
     return record
 
 
-@pytest.mark.parametrize("video", [URL, {"video_url": URL}], ids=["text", "object"])
-async def test_a_clip_by_json(client: httpx.AsyncClient, studio: FakeStudio, video: object) -> None:
+@pytest.mark.parametrize("clip", [{"video": URL}, {"reference_video": {"video_url": URL}}], ids=["text", "object"])
+async def test_a_clip_by_json(client: httpx.AsyncClient, studio: FakeStudio, clip: dict[str, Any]) -> None:
     """It decides size and length: 9 of 11 frames, since the model makes 1 + a multiple of 4."""
-    record = await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": video}))
+    record = await made(client, await client.post(VIDEOS, json={"prompt": "a", **clip}))
     assert (record["model"], record["size"], record["num_frames"], record["fps"]) == (CHANGED, "48x32", 9, FPS)
     assert record["remixed_from_video_id"] is None
     assert levels(studio) == pytest.approx(LEVELS[:9], abs=TOLERANCE)
 
 
-@pytest.mark.parametrize("name", ["video", "video[video_url]"])
+@pytest.mark.parametrize("name", ["reference_video", "video[video_url]"])
 async def test_a_clip_in_a_form(client: httpx.AsyncClient, studio: FakeStudio, name: str) -> None:
     for value in (FILE, (None, URL)):
         answer = await client.post("/v1/videos/sync", data={"prompt": "a"}, files={name: value})
@@ -161,8 +161,9 @@ async def test_a_file_is_named_by_its_id(client: httpx.AsyncClient, studio: Fake
         await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": video}))
         assert levels(studio) == pytest.approx(LEVELS[:9], abs=TOLERANCE)
     await client.delete(f"/v1/files/{file['id']}")
-    error = error_of(await client.post(VIDEOS, json={"prompt": "a", "video": file["id"]}), 404)
-    assert error["param"] == "video"
+    for gone in (file["id"], {"file_id": "file-1"}, {"id": "video_1"}):  # no id that this server would make is no URL
+        error = error_of(await client.post(VIDEOS, json={"prompt": "a", "video": gone}), 404)
+        assert error["param"] == "video"
 
 
 async def source(client: httpx.AsyncClient, **headers: str) -> dict[str, Any]:
@@ -179,7 +180,7 @@ async def test_a_clip_of_ours_is_changed_by_remix_edits_and_id(client: httpx.Asy
     answers = [
         await client.post(f"{VIDEOS}/{before['id']}/remix", json={"prompt": "b"}),
         await client.post(f"{VIDEOS}/{before['id']}/remix", data={"prompt": "b"}),
-        await client.post(f"{VIDEOS}/edits", json={"prompt": "b", "video": {"id": before["id"]}}),
+        await client.post(f"{VIDEOS}/edits", json={"prompt": "b", "reference_video": {"id": before["id"]}}),
         await client.post(f"{VIDEOS}/edits", data={"prompt": "b"}, files={"video[id]": (None, before["id"])}),
         await client.post(VIDEOS, json={"prompt": "b", "video": before["id"]}),
     ]

@@ -74,6 +74,7 @@ BAD_IMAGES: dict[str, tuple[str | bytes, str | None, str]] = {
         "lora_path",
         "Unknown field 'lora_path'; known fields: prompt",
     ),
+    "picture": ('{"prompt": "a", "image": "x"}', "image", "send it to POST /v1/images/edits, or leave it out"),
     "list": ('{"prompt": "a", "seed": [1, 2]}', "seed", "seed is [1, 2]: it must be a whole number"),
     "stream url": ('{"prompt": "a", "stream": true, "response_format": "url"}', "response_format", "b64_json"),
     "partial without stream": ('{"prompt": "a", "partial_images": 1}', "partial_images", "stream"),

@@ -233,6 +233,7 @@ BROKEN = {
     "mp4 without its end": MP4[: len(MP4) // 2],
     "webm without its end": FILES["webm, vp9"][: len(FILES["webm, vp9"]) // 2],
     "matroska of noise": b"\x1aE\xdf\xa3" + bytes(range(256)) * 8,
+    "gif without its end": FILES["gif"][: len(FILES["gif"]) * 2 // 3],
     "gif of noise": b"GIF89a" + bytes(range(256)) * 8,
     "mp4 of noise": b"\0\0\0\x18ftyp" + bytes(range(256)) * 8,
     "a playlist": b"#EXTM3U\n#EXTINF:1,\nfile:///etc/passwd\n",

@@ -299,7 +299,7 @@ def test_a_gang_warms_up_for_both_passes(folder: Path) -> None:
     ("changes", "told"),
     [
         ({"second_stage": replace(SECOND, scale=1.5)}, "the sides grow by 1.5 between both passes"),
-        ({"second_stage": replace(SECOND, sigmas=(0.5, 0.7))}, "second_stage_sigmas must fall from at most 1"),
+        ({"second_stage": replace(SECOND, sigmas=(0.5, 0.7))}, "it must fall from at most 1"),
         ({"second_stage": replace(SECOND, sigmas=(0.5, 0.0))}, "to a last value above 0"),
         ({"num_frames": 1}, "num_frames is 1, and a second pass is for clips"),
     ],
