@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.fast.records import FrameProducts
+from engines.fast.records import Edges, FrameProducts, Pairs
 
 
 def pixel_norm(
@@ -50,27 +50,43 @@ def add_residual(x_BFHWC: Tensor, bias_C: Tensor, residual_BFHWC: Tensor) -> Ten
 
 
 def split_frames(
-    x: Tensor | FrameProducts, weight_C: Tensor, earlier_BFHWC: Tensor, *, bias_C: Tensor | None = None
+    x: Tensor | FrameProducts,
+    weight_C: Tensor | None,
+    earlier_BFPQC: Tensor | None,
+    *,
+    bias_C: Tensor | None = None,
+    pairs: Pairs | None = None,
+    eps: float = 0.0,
+    edges: Edges = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the inputs of the four products, (4, N, H, W, C), and the last two frames that they were made of.
+    """Return the inputs of the four products, (4, N, P, Q, C), and the last two frames that they were made of.
 
-    They are made of the RMS norm of ``x + bias`` with SiLU. ``x`` has an even number of frames. ``earlier`` are one or
-    two normed frames before them; those before it are zeros.
+    They are made of the RMS norm of ``x + bias`` with SiLU, or of ``x + bias`` if ``weight`` is None. ``eps`` is added
+    to the mean square. ``edges`` puts a pixel around each frame: P and Q are H + 2 and W + 2. ``earlier`` are one or
+    two such frames before ``x``; those before it are zeros. None: they are those of ``x`` before the first of
+    ``pairs``, which are all by default. Products make an even number of frames, and have earlier ones.
     """
     first = x if isinstance(x, Tensor) else x[0]
     if first.is_cuda:
         from engines.fast.triton_frames import launch_split
 
         with torch.cuda.device(first.device):
-            return launch_split(x, weight_C, bias_C, earlier_BFHWC)
-    x_BFHWC = x if isinstance(x, Tensor) else _frames(x, len(earlier_BFHWC))
-    normed_BFHWC = _normed(x_BFHWC, weight_C, bias_C, silu=True)
-    missing = 2 - earlier_BFHWC.shape[1]
-    zeros_BFHWC = torch.zeros_like(normed_BFHWC[:, :missing])
-    all_BFHWC = torch.cat([zeros_BFHWC, earlier_BFHWC.float(), normed_BFHWC], 1)
-    a, b, c, d = (all_BFHWC[:, start : all_BFHWC.shape[1] - 3 + start : 2].flatten(0, 1) for start in range(4))
-    dtype = earlier_BFHWC.dtype
-    return torch.stack([a - c, b + c, c - b, b - d]).to(dtype), all_BFHWC[:, -2:].to(dtype)
+            return launch_split(x, weight_C, bias_C, earlier_BFPQC, pairs=pairs, eps=eps, edges=edges)
+    x_BFHWC = x if isinstance(x, Tensor) else _frames(x, len(x[0]) if earlier_BFPQC is None else len(earlier_BFPQC))
+    num_frames = x_BFHWC.shape[1]
+    pairs = Pairs(number=num_frames // 2) if pairs is None else pairs
+    x_BFHWC = x_BFHWC.float() if bias_C is None else x_BFHWC.float() + bias_C.float()
+    x_BFHWC = x_BFHWC if weight_C is None else _normed(x_BFHWC, weight_C, None, eps=eps, silu=True)
+    x_BFPQC = _with_edges(x_BFHWC, edges)
+    if earlier_BFPQC is None:
+        earlier_BFPQC = x_BFPQC[:, [max(0, pairs.start + offset) for offset in (-2, -1)]]
+    zeros_BFPQC = torch.zeros_like(x_BFPQC[:, :1].expand(-1, 2 - earlier_BFPQC.shape[1], -1, -1, -1))
+    places = [min(pairs.start + number, num_frames - 1) for number in range(2 * pairs.number)]
+    all_BFPQC = torch.cat([zeros_BFPQC, earlier_BFPQC.float(), x_BFPQC[:, places]], 1)
+    a, b, c, d = (all_BFPQC[:, start : all_BFPQC.shape[1] - 3 + start : 2].flatten(0, 1) for start in range(4))
+    num_new = min(2 * pairs.number, max(num_frames - pairs.start, 2 * pairs.number - 1))
+    last_BFPQC = all_BFPQC[:, num_new : num_new + 2]
+    return torch.stack([a - c, b + c, c - b, b - d]).to(first.dtype), last_BFPQC.to(first.dtype)
 
 
 def split_weights(weight_OIKHW: Tensor) -> Tensor:
@@ -82,13 +98,28 @@ def split_weights(weight_OIKHW: Tensor) -> Tensor:
 
 def merge_frames(products: FrameProducts, bias_C: Tensor, residual_BFHWC: Tensor) -> Tensor:
     """Return the frames of ``products`` plus ``bias`` and ``residual``."""
-    if residual_BFHWC.is_cuda:
+    out_BFHWC = torch.empty_like(residual_BFHWC)
+    merge_into(out_BFHWC, products, bias_C, residual_BFHWC)
+    return out_BFHWC
+
+
+def merge_into(
+    out_BFHWC: Tensor, products: FrameProducts, bias_C: Tensor, residual_BFHWC: Tensor | None, start: int = 0
+) -> None:
+    """Write the frames of ``products`` plus ``bias`` and ``residual`` to ``out``, from its frame ``start`` on.
+
+    ``residual`` has the shape of ``out``, or is None. A last frame for which there is no place is left out.
+    """
+    if out_BFHWC.is_cuda:
         from engines.fast.triton_frames import launch_merge
 
-        with torch.cuda.device(residual_BFHWC.device):
-            return launch_merge(products, bias_C, residual_BFHWC)
-    frames_BFHWC = _frames(products, len(residual_BFHWC)) + bias_C.float() + residual_BFHWC.float()
-    return frames_BFHWC.to(residual_BFHWC.dtype)
+        with torch.cuda.device(out_BFHWC.device):
+            launch_merge(products, bias_C, residual_BFHWC, out_BFHWC, start)
+        return
+    target_BFHWC = out_BFHWC[:, start : start + 2 * len(products[0]) // len(out_BFHWC)]
+    stop = start + target_BFHWC.shape[1]
+    frames_BFHWC = _frames(products, len(out_BFHWC))[:, : stop - start] + bias_C.float()
+    target_BFHWC.copy_(frames_BFHWC if residual_BFHWC is None else frames_BFHWC + residual_BFHWC[:, start:stop].float())
 
 
 def enlarged_weights(weight_OIHW: Tensor) -> Tensor:
@@ -131,7 +162,17 @@ def _frames(products: FrameProducts, batch: int) -> Tensor:
     return torch.stack([a + b + c, b - c - d], 1).view(batch, -1, *a.shape[1:])
 
 
-def _normed(x_BFHWC: Tensor, weight_C: Tensor, bias_C: Tensor | None, *, silu: bool) -> Tensor:
+def _normed(x_BFHWC: Tensor, weight_C: Tensor, bias_C: Tensor | None, *, eps: float = 0.0, silu: bool) -> Tensor:
     x_BFHWC = x_BFHWC.float() if bias_C is None else x_BFHWC.float() + bias_C.float()
-    normed_BFHWC = functional.normalize(x_BFHWC, dim=-1) * x_BFHWC.shape[-1] ** 0.5 * weight_C.float()
+    channels = x_BFHWC.shape[-1]
+    norm_BFHW1 = (x_BFHWC.square().sum(-1, keepdim=True) + eps * channels).sqrt().clamp(min=1e-12)
+    normed_BFHWC = x_BFHWC / norm_BFHW1 * channels**0.5 * weight_C.float()
     return functional.silu(normed_BFHWC) if silu else normed_BFHWC
+
+
+def _with_edges(x_BFHWC: Tensor, edges: Edges) -> Tensor:
+    if edges is None:
+        return x_BFHWC
+    x_NHWC = x_BFHWC.flatten(0, 1)
+    padded_NPQC = functional.pad(x_NHWC.movedim(-1, 1), (1, 1, 1, 1), mode=edges).movedim(1, -1)
+    return padded_NPQC.reshape(*x_BFHWC.shape[:2], *padded_NPQC.shape[1:])

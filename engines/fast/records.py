@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -41,6 +41,20 @@ def quantized(x_RC: Tensor) -> QuantRows:
 
 FrameProducts: TypeAlias = "tuple[Tensor, Tensor, Tensor, Tensor]"
 """Four tensors that make pairs of frames (``frames``): the even frame is 0 + 1 + 2, the odd one 1 - 2 - 3."""
+
+Edges: TypeAlias = Literal["replicate", "reflect"] | None
+"""Pixels that a convolution reads around a frame, as in ``torch.nn.functional.pad``; None: there are none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pairs:
+    """Pairs of frames among those of a clip."""
+
+    number: int
+    """Pairs of each clip."""
+    start: int = 0
+    """First frame of the first pair. A frame before the clip, or after it, is the clip's first, or its last."""
+
 
 EPS = 1e-6
 """Default term added to the variance in layer norms and to the mean square in RMS norms."""

@@ -7,17 +7,18 @@ Dims: B batch, F frames, H rows, W columns, C channels, N pairs of frames. A til
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from engines.fast.records import FrameProducts
+from engines.fast.records import Edges, FrameProducts, Pairs
 
 TILE = 2048
 """Elements of a tile."""
 NUM_WARPS = 8
-SIZES = ("pixels", "out_pixels", "pairs", "width")
+EDGES: dict[Edges, int] = {None: 0, "replicate": 1, "reflect": 2}
+"""Kinds of pixels around a frame, as kernels know them."""
+SIZES = ("pixels", "out_pixels", "pairs", "height", "width", "start", "frames")
 """Arguments whose values do not choose a kernel: all sizes have the kernels that a first small clip compiled."""
 
 
@@ -31,8 +32,29 @@ def _places(pixels, channels, ROWS: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _normed(x, weight, factor, SILU: tl.constexpr):
-    norm = tl.maximum(tl.sqrt(tl.sum(x * x, 1)), 1e-12)  # the limit of torch.nn.functional.normalize
+def _inner(place, size, EDGES: tl.constexpr):
+    """Return the rows or columns of a frame whose values are at places from -1 to ``size``."""
+    if EDGES == 1:
+        place = tl.minimum(tl.maximum(place, 0), size - 1)
+    else:
+        place = tl.abs(place)
+        place = tl.where(place < size, place, 2 * size - 2 - place)
+    return place
+
+
+@triton.jit
+def _sources(channels, height, width, ROWS: tl.constexpr, BLOCK: tl.constexpr, EDGES: tl.constexpr):
+    """Return where the frame has the values of this program's places, which have a pixel around it if ``EDGES``."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    if EDGES:
+        y, x = row // (width + 2) - 1, row % (width + 2) - 1
+        row = _inner(y, height, EDGES) * width + _inner(x, width, EDGES)
+    return row[:, None] * channels + tl.arange(0, BLOCK)[None, :]
+
+
+@triton.jit
+def _normed(x, weight, factor, eps, SILU: tl.constexpr):
+    norm = tl.maximum(tl.sqrt(tl.sum(x * x, 1) + eps), 1e-12)  # the limit of torch.nn.functional.normalize
     x = x * (factor / norm)[:, None] * weight[None, :]
     if SILU:
         x = x * tl.sigmoid(x)
@@ -49,7 +71,7 @@ def _norm(
     x = tl.load(x_ptr + entry * pixels * channels + places, inside, 0.0).to(tl.float32)
     if HAS_BIAS:
         x += tl.load(bias_ptr + columns, inside_C, 0.0).to(tl.float32)[None, :]
-    x = _normed(x, tl.load(weight_ptr + columns, inside_C, 0.0).to(tl.float32), factor, SILU)
+    x = _normed(x, tl.load(weight_ptr + columns, inside_C, 0.0).to(tl.float32), factor, 0.0, SILU)
     tl.store(out_ptr + entry * out_pixels * channels + places, x.to(out_ptr.dtype.element_ty), inside)
 
 
@@ -63,68 +85,106 @@ def _add(x_ptr, bias_ptr, residual_ptr, pixels, channels, ROWS: tl.constexpr, BL
 
 
 @triton.jit
-def _two_frames(a_ptr, b_ptr, c_ptr, d_ptr, number, frame, places, inside, ARE_PRODUCTS: tl.constexpr):
-    """Return both frames of a pair, from four products or as they lie in ``a``."""
-    if ARE_PRODUCTS:
-        b = tl.load(b_ptr + number * frame + places, inside, 0.0).to(tl.float32)
-        c = tl.load(c_ptr + number * frame + places, inside, 0.0).to(tl.float32)
-        even = tl.load(a_ptr + number * frame + places, inside, 0.0).to(tl.float32) + b + c
-        odd = b - c - tl.load(d_ptr + number * frame + places, inside, 0.0).to(tl.float32)
-    else:
-        even = tl.load(a_ptr + 2 * number * frame + places, inside, 0.0).to(tl.float32)
-        odd = tl.load(a_ptr + (2 * number + 1) * frame + places, inside, 0.0).to(tl.float32)
-    return even, odd
+def _frame(x_ptr, number, frame, places, inside):
+    return tl.load(x_ptr + number * frame + places, inside, 0.0).to(tl.float32)
+
+
+@triton.jit
+def _two_frames(a_ptr, b_ptr, c_ptr, d_ptr, number, frame, places, inside):
+    """Return both frames of a pair from four products."""
+    b, c = _frame(b_ptr, number, frame, places, inside), _frame(c_ptr, number, frame, places, inside)
+    even = _frame(a_ptr, number, frame, places, inside) + b + c
+    return even, b - c - _frame(d_ptr, number, frame, places, inside)
+
+
+@triton.jit
+def _prepared(x, bias, weight, factor, eps, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr):
+    if HAS_BIAS:
+        x += bias[None, :]
+    if HAS_NORM:
+        x = _normed(x, weight, factor, eps, True)
+    return x
+
+
+@triton.jit
+def _store_inputs(target, part, before, last, even, odd, inside):
+    """Write what the four products read of four frames in a row."""
+    dtype = target.dtype.element_ty
+    tl.store(target, (before - even).to(dtype), inside)
+    tl.store(target + part, (last + even).to(dtype), inside)
+    tl.store(target + 2 * part, (even - last).to(dtype), inside)
+    tl.store(target + 3 * part, (last - odd).to(dtype), inside)
+
+
+@triton.jit
+def _vector(ptr, columns, inside_C, EXISTS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return a value for each channel, or zeros."""
+    values = tl.zeros((BLOCK,), tl.float32)
+    if EXISTS:
+        values = tl.load(ptr + columns, inside_C, 0.0).to(tl.float32)
+    return values
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _split(
-    a_ptr, b_ptr, c_ptr, d_ptr, bias_ptr, weight_ptr, earlier_ptr, out_ptr, last_ptr, pixels, channels, pairs, factor,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, ARE_PRODUCTS: tl.constexpr, EARLIER: tl.constexpr,
+    a_ptr, b_ptr, c_ptr, d_ptr, bias_ptr, weight_ptr, earlier_ptr, out_ptr, last_ptr,
+    pixels, channels, height, width, pairs, start, frames, factor, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_NORM: tl.constexpr,
+    ARE_PRODUCTS: tl.constexpr, EARLIER: tl.constexpr, EDGES: tl.constexpr,
 ):  # fmt: skip
     """Go through the pairs of one entry of the batch; each program has its own pixels."""
     entry = tl.program_id(1).to(tl.int64)
     columns, inside_C, places, inside = _places(pixels, channels, ROWS, BLOCK)
-    frame = pixels * channels
-    part = tl.num_programs(1).to(tl.int64) * pairs * frame
-    weight = tl.load(weight_ptr + columns, inside_C, 0.0).to(tl.float32)
+    sources = _sources(channels, height, width, ROWS, BLOCK, EDGES)
+    frame, out_frame = height * width * channels, pixels * channels
+    part = tl.num_programs(1).to(tl.int64) * pairs * out_frame
+    bias = _vector(bias_ptr, columns, inside_C, HAS_BIAS, BLOCK)
+    weight = _vector(weight_ptr, columns, inside_C, HAS_NORM, BLOCK)
     before = tl.zeros((ROWS, BLOCK), tl.float32)
+    if EARLIER == 0:
+        before = _frame(a_ptr, entry * frames + tl.maximum(start - 2, 0), frame, sources, inside)
+        last = _frame(a_ptr, entry * frames + tl.maximum(start - 1, 0), frame, sources, inside)
+        before = _prepared(before, bias, weight, factor, eps, HAS_BIAS, HAS_NORM)
+        last = _prepared(last, bias, weight, factor, eps, HAS_BIAS, HAS_NORM)
+    else:
+        last = _frame(earlier_ptr, EARLIER * entry + EARLIER - 1, out_frame, places, inside)
     if EARLIER == 2:
-        before = tl.load(earlier_ptr + 2 * entry * frame + places, inside, 0.0).to(tl.float32)
-    newest = earlier_ptr + (EARLIER * entry + EARLIER - 1) * frame + places
-    last = tl.load(newest, inside, 0.0).to(tl.float32)
+        before = _frame(earlier_ptr, 2 * entry, out_frame, places, inside)
     for pair in range(pairs):
-        number = entry * pairs + pair
-        even, odd = _two_frames(a_ptr, b_ptr, c_ptr, d_ptr, number, frame, places, inside, ARE_PRODUCTS)
-        if HAS_BIAS:
-            bias = tl.load(bias_ptr + columns, inside_C, 0.0).to(tl.float32)[None, :]
-            even += bias
-            odd += bias
-        even, odd = _normed(even, weight, factor, True), _normed(odd, weight, factor, True)
-        target = out_ptr + number * frame + places
-        tl.store(target, (before - even).to(out_ptr.dtype.element_ty), inside)
-        tl.store(target + part, (last + even).to(out_ptr.dtype.element_ty), inside)
-        tl.store(target + 2 * part, (even - last).to(out_ptr.dtype.element_ty), inside)
-        tl.store(target + 3 * part, (last - odd).to(out_ptr.dtype.element_ty), inside)
-        before, last = even, odd
-    tl.store(last_ptr + 2 * entry * frame + places, before.to(last_ptr.dtype.element_ty), inside)
-    tl.store(last_ptr + (2 * entry + 1) * frame + places, last.to(last_ptr.dtype.element_ty), inside)
+        number, newest = entry * pairs + pair, start + 2 * pair + 1
+        if ARE_PRODUCTS:
+            even, odd = _two_frames(a_ptr, b_ptr, c_ptr, d_ptr, number, frame, sources, inside)
+        else:
+            even = _frame(a_ptr, entry * frames + tl.minimum(newest - 1, frames - 1), frame, sources, inside)
+            odd = _frame(a_ptr, entry * frames + tl.minimum(newest, frames - 1), frame, sources, inside)
+        even = _prepared(even, bias, weight, factor, eps, HAS_BIAS, HAS_NORM)
+        odd = _prepared(odd, bias, weight, factor, eps, HAS_BIAS, HAS_NORM)
+        _store_inputs(out_ptr + number * out_frame + places, part, before, last, even, odd, inside)
+        before, last = tl.where(newest < frames, even, last), tl.where(newest < frames, odd, even)
+    tl.store(last_ptr + 2 * entry * out_frame + places, before.to(last_ptr.dtype.element_ty), inside)
+    tl.store(last_ptr + (2 * entry + 1) * out_frame + places, last.to(last_ptr.dtype.element_ty), inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
 def _merge(
-    a_ptr, b_ptr, c_ptr, d_ptr, bias_ptr, residual_ptr, out_ptr, pixels, channels,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    a_ptr, b_ptr, c_ptr, d_ptr, bias_ptr, residual_ptr, out_ptr, pixels, channels, pairs, start, frames,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, HAS_RESIDUAL: tl.constexpr,
 ):  # fmt: skip
     number = tl.program_id(1).to(tl.int64)
     columns, inside_C, places, inside = _places(pixels, channels, ROWS, BLOCK)
     frame = pixels * channels
-    even, odd = _two_frames(a_ptr, b_ptr, c_ptr, d_ptr, number, frame, places, inside, True)
+    even, odd = _two_frames(a_ptr, b_ptr, c_ptr, d_ptr, number, frame, places, inside)
     bias = tl.load(bias_ptr + columns, inside_C, 0.0).to(tl.float32)[None, :]
-    places += 2 * number * frame
-    even += bias + tl.load(residual_ptr + places, inside, 0.0).to(tl.float32)
-    odd += bias + tl.load(residual_ptr + frame + places, inside, 0.0).to(tl.float32)
+    even += bias
+    odd += bias
+    first = start + 2 * (number % pairs)
+    places += (number // pairs * frames + first) * frame
+    has_odd = inside & (first + 1 < frames)
+    if HAS_RESIDUAL:
+        even += tl.load(residual_ptr + places, inside, 0.0).to(tl.float32)
+        odd += tl.load(residual_ptr + frame + places, has_odd, 0.0).to(tl.float32)
     tl.store(out_ptr + places, even.to(out_ptr.dtype.element_ty), inside)
-    tl.store(out_ptr + frame + places, odd.to(out_ptr.dtype.element_ty), inside)
+    tl.store(out_ptr + frame + places, odd.to(out_ptr.dtype.element_ty), has_odd)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -169,31 +229,45 @@ def launch_add(x_BFHWC: Tensor, bias_C: Tensor, residual_BFHWC: Tensor) -> None:
 
 
 def launch_split(
-    x: Tensor | FrameProducts, weight_C: Tensor, bias_C: Tensor | None, earlier_BFHWC: Tensor
+    x: Tensor | FrameProducts,
+    weight_C: Tensor | None,
+    bias_C: Tensor | None,
+    earlier_BFPQC: Tensor | None,
+    *,
+    pairs: Pairs | None = None,
+    eps: float = 0.0,
+    edges: Edges = None,
 ) -> tuple[Tensor, Tensor]:
-    sources = (x,) * 4 if isinstance(x, Tensor) else x
-    _check(*sources, earlier_BFHWC)
-    batch, num_earlier, height, width, channels = earlier_BFHWC.shape
-    pairs = sources[0].shape[1] // 2 if isinstance(x, Tensor) else len(sources[0]) // batch
-    out_4NHWC = earlier_BFHWC.new_empty(4, batch * pairs, height, width, channels)
-    last_BFHWC = earlier_BFHWC.new_empty(batch, 2, height, width, channels)
-    pixels, block, rows = _tiles(earlier_BFHWC[0, 0], channels)
+    sources, are_products = ((x,) * 4, False) if isinstance(x, Tensor) else (x, True)
+    _check(*sources, *(() if earlier_BFPQC is None else (earlier_BFPQC,)))
+    *_, height, width, channels = sources[0].shape
+    batch = len(sources[0]) if earlier_BFPQC is None else len(earlier_BFPQC)
+    num_frames = 2 * len(sources[0]) // batch if are_products else sources[0].shape[1]
+    pairs = Pairs(number=num_frames // 2) if pairs is None else pairs
+    assert edges != "reflect" or min(height, width) > 1, "a frame of one row has no other to reflect"
+    border = 2 if edges else 0
+    out_4NPQC = sources[0].new_empty(4, batch * pairs.number, height + border, width + border, channels)
+    last_BFPQC = sources[0].new_empty(batch, 2, *out_4NPQC.shape[2:])
+    pixels, block, rows = _tiles(last_BFPQC[0, 0], channels)
     _split[(triton.cdiv(pixels, rows), batch)](
-        *sources, bias_C, weight_C, earlier_BFHWC, out_4NHWC, last_BFHWC, pixels, channels, pairs, channels**0.5,
-        ROWS=rows, BLOCK=block, HAS_BIAS=bias_C is not None, ARE_PRODUCTS=not isinstance(x, Tensor),
-        EARLIER=num_earlier, num_warps=NUM_WARPS,
+        *sources, bias_C, weight_C, earlier_BFPQC, out_4NPQC, last_BFPQC,
+        pixels, channels, height, width, pairs.number, pairs.start, num_frames, channels**0.5, eps * channels,
+        ROWS=rows, BLOCK=block, HAS_BIAS=bias_C is not None, HAS_NORM=weight_C is not None, ARE_PRODUCTS=are_products,
+        EARLIER=0 if earlier_BFPQC is None else earlier_BFPQC.shape[1], EDGES=EDGES[edges], num_warps=NUM_WARPS,
     )  # fmt: skip
-    return out_4NHWC, last_BFHWC
+    return out_4NPQC, last_BFPQC
 
 
-def launch_merge(products: FrameProducts, bias_C: Tensor, residual_BFHWC: Tensor) -> Tensor:
-    _check(*products, residual_BFHWC)
-    out_BFHWC, channels = torch.empty_like(residual_BFHWC), residual_BFHWC.shape[-1]
-    pixels, block, rows = _tiles(residual_BFHWC[0, 0], channels)
+def launch_merge(
+    products: FrameProducts, bias_C: Tensor, residual_BFHWC: Tensor | None, out_BFHWC: Tensor, start: int = 0
+) -> None:
+    _check(*products, out_BFHWC, *(() if residual_BFHWC is None else (residual_BFHWC,)))
+    batch, num_frames, channels = *out_BFHWC.shape[:2], out_BFHWC.shape[-1]
+    pixels, block, rows = _tiles(out_BFHWC[0, 0], channels)
     _merge[(triton.cdiv(pixels, rows), len(products[0]))](
-        *products, bias_C, residual_BFHWC, out_BFHWC, pixels, channels, ROWS=rows, BLOCK=block, num_warps=NUM_WARPS
-    )
-    return out_BFHWC
+        *products, bias_C, residual_BFHWC, out_BFHWC, pixels, channels, len(products[0]) // batch, start, num_frames,
+        ROWS=rows, BLOCK=block, HAS_RESIDUAL=residual_BFHWC is not None, num_warps=NUM_WARPS,
+    )  # fmt: skip
 
 
 def launch_interleave(parts_NHWE: Tensor, bias_C: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from engines.core.torch_private import keep_kernel_choices, raise_recompile_limi
 from pipelines.blocks.captured import CapturedForward, form_of, run_as_captured
 from pipelines.blocks.offloaded_layers import text_encoders_of
 from pipelines.vae.fused import fuse_decoder
-from pipelines.vae.fused_clips import check_preparable, fuse_clip_decoder, is_supported_clip_decoder
+from pipelines.vae.fused_clips import check_preparable, fuse_clip_decoder, fused_dtype, is_supported_clip_decoder
 
 INDUCTOR = "inductor"
 BIAS = "compute_bias"
@@ -139,15 +139,15 @@ def _contiguous(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
 def compile_decoder(vae: Any, backend: str = INDUCTOR) -> tuple[CompiledForward, ...]:
     """Put a faster forward into the decoder of ``vae``: fused on CUDA, for every size, else compiled by ``backend``.
 
-    On CUDA it has weights of its own. Decoders of clips are fused in place on all devices, and nothing is returned: on
-    CUDA those in float32 compute in float16, which has the digits of TF32, their convolutions' format there. ValueError
-    if the decoder is not supported.
+    On CUDA it has weights of its own. Decoders of clips are fused without, on all devices, and nothing is returned: on
+    CUDA those in float32 compute in float16, which has the digits of TF32, their convolutions' format there, and some
+    in bfloat16 do, too (``fused_dtype``). ValueError if the decoder is not supported.
     """
     check_preparable(vae)
     weight = next(vae.decoder.parameters())
     is_fused = weight.is_cuda
     if is_supported_clip_decoder(vae.decoder):
-        fuse_clip_decoder(vae.decoder, torch.float16 if is_fused and weight.dtype is torch.float32 else weight.dtype)
+        vae.decoder = fuse_clip_decoder(vae.decoder, fused_dtype(vae.decoder) if is_fused else weight.dtype)
         return ()
     if is_fused:
         faster = fuse_decoder(vae.decoder).forward

@@ -100,11 +100,15 @@ class BlocksDecoder:
     def warm_kernels(self) -> None:
         """Decode three small latent frames if the decoder of clips is fused: they need the kernels of every size.
 
-        One frame before a frame, and two, have kernels of their own.
+        One frame before a frame, and two, have kernels of their own. Where frames are not decoded one by one, so has a
+        clip of one frame.
         """
         vae: Any = getattr(self._pipeline, "vae", None)
-        if is_fused_clip_decoder(getattr(vae, "decoder", None)):
-            vae.decode(torch.zeros(1, vae.config.z_dim, 3, 2, 2, device=self._opened.device, dtype=vae.dtype))
+        if not is_fused_clip_decoder(getattr(vae, "decoder", None)):
+            return
+        channels = vae.config.get("z_dim") or vae.config.latent_channels
+        for num_frames in (3,) if decodes_in_chunks(vae) else (1, 3):
+            vae.decode(torch.zeros(1, channels, num_frames, 2, 2, device=self._opened.device, dtype=vae.dtype))
 
     def check_fits(self, request: MediaRequest) -> None:
         """Raise ValueError for a picture whose decode cannot fit the GPU.

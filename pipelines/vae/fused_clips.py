@@ -28,9 +28,22 @@ from engines.fast.frames import (
     split_weights,
 )
 from engines.fast.records import FrameProducts
+from pipelines.vae.frame_conv import (
+    CHANNEL_MULTIPLE,
+    FLOAT16_SCALE,
+    ClipConv,
+    are_layers,
+    channels_first,
+    channels_last,
+    convolve_frames,
+    in_channels_last,
+    is_layer,
+    without_weights,
+)
+from pipelines.vae.fused_stream import FrameStream, is_supported_stream_decoder
+from pipelines.vae.fused_whole import fuse_whole_decoder, is_supported_whole_decoder
 from pipelines.vae.layers import is_supported_decoder
 
-LIBRARY = "diffusers."
 DECODER, RESNET, ATTENTION = "Decoder3d", "ResidualBlock", "AttentionBlock"
 RESAMPLER, DUPLICATION = "Resample", "DupUp3D"
 FURTHER = ("MidBlock", "UpBlock", "CausalConv3d", "RMS_norm", "Upsample")
@@ -38,35 +51,41 @@ LAYERS = (DECODER, RESNET, ATTENTION, RESAMPLER, DUPLICATION, *FURTHER)
 """Ends of the names of all classes of the library in a supported decoder; each family has copies of them."""
 NUM_EARLIER = 2
 """Earlier frames that a convolution in time reads."""
-CHANNEL_MULTIPLE = 8
-"""Output channels for which convolutions in half precision have fast kernels."""
-FLOAT16_SCALE = 2**-4
-"""Factor of the sum that runs through all residual blocks in float16, whose largest value is 65504.
-
-All that reads the sum is linear or divides by its norm, so that the pixels are the same.
-"""
 NOT_YET = "Rep"
 """Entry of diffusers' cache after a clip's first frame, which the convolution in time leaves out."""
 
 
-def check_preparable(vae: Any) -> None:
-    """Raise ValueError if ``decoder.compile`` does not support the decoder of ``vae``."""
-    decoder = getattr(vae, "decoder", None)
+def check_preparable(vae: Any, *, unasked: bool = False) -> None:
+    """Raise ValueError if ``decoder.compile`` does not support the decoder of ``vae``.
+
+    ``unasked``: or if it has to be asked for, since that decoder was not seen on a GPU.
+    """
+    decoder, name = getattr(vae, "decoder", None), type(vae).__name__
     if not (is_supported_decoder(decoder) or is_supported_clip_decoder(decoder)):
         raise ValueError(
             "decoder.compile is for auto-encoders of pictures with group norms, such as AutoencoderKL, and for those "
-            f"with RMS norms and causal convolutions, and this model's is {type(vae).__name__}: leave it out"
+            f"of clips with RMS norms, whose decoders read neither noise nor time, and this model's is {name}: "
+            "leave it out"
         )
+    if unasked and _is_unseen(decoder):
+        raise ValueError(f"decoder.compile was not seen on a GPU with {name}: set it to have it")
+
+
+def _is_unseen(decoder: Any) -> bool:
+    """Return whether the fused form of ``decoder`` was not seen on a GPU."""
+    return is_supported_whole_decoder(decoder) or is_supported_stream_decoder(decoder)
 
 
 def is_supported_clip_decoder(decoder: Any) -> bool:
     """Return whether ``fuse_clip_decoder`` takes ``decoder``."""
-    if not _is(decoder, DECODER):
+    return _is_unseen(decoder) or _is_supported(decoder)
+
+
+def _is_supported(decoder: Any) -> bool:
+    """Return whether ``decoder`` goes latent frame by latent frame, as the library has it."""
+    if not is_layer(decoder, DECODER) or not are_layers(decoder, LAYERS):
         return False
-    layers = [part for part in decoder.modules() if type(part).__module__.startswith(LIBRARY)]
-    if not all(any(_is(part, name) for name in LAYERS) for part in layers):
-        return False
-    resnets = [part for part in layers if _is(part, RESNET)]
+    resnets = [part for part in decoder.modules() if is_layer(part, RESNET)]
     return isinstance(decoder.nonlinearity, nn.SiLU) and all(map(_is_supported_resnet, resnets))
 
 
@@ -75,34 +94,43 @@ def _is_supported_resnet(block: Any) -> bool:
     return is_causal and isinstance(block.nonlinearity, nn.SiLU) and not block.dropout.p
 
 
-def _is(part: Any, name: str) -> bool:
-    """Return whether the class of ``part`` is a family's copy of the layer ``name``."""
-    return type(part).__module__.startswith(LIBRARY) and type(part).__name__.endswith(name)
-
-
 def is_fused_clip_decoder(decoder: Any) -> bool:
-    """Return whether ``fuse_clip_decoder`` has changed ``decoder``."""
-    return _is(decoder, DECODER) and isinstance(decoder.norm_out, FusedNorm)
+    """Return whether ``decoder`` comes from ``fuse_clip_decoder``."""
+    last = getattr(decoder, "conv_out", None)
+    return isinstance(decoder, FrameStream) or isinstance(last, CausalConv | ClipConv)
+
+
+def fused_dtype(decoder: Any) -> torch.dtype:
+    """Return the dtype in which a fused ``decoder`` computes on CUDA: float16, but for some in bfloat16."""
+    own: torch.dtype = next(decoder.parameters()).dtype
+    return torch.float16 if own is torch.float32 or _is_unseen(decoder) else own
 
 
 @torch.no_grad()
-def fuse_clip_decoder(decoder: Any, dtype: torch.dtype) -> None:
-    """Change a supported ``decoder`` in place: layers are replaced, and the weights have ``dtype``.
+def fuse_clip_decoder(decoder: Any, dtype: torch.dtype) -> Any:
+    """Return a supported ``decoder`` changed in place, or another one with its weights. They have ``dtype``.
 
     It takes latents of any dtype and returns pixels in the dtype that it had.
     """
+    if is_supported_stream_decoder(decoder):
+        return FrameStream(decoder, dtype)
+    (fuse_whole_decoder if is_supported_whole_decoder(decoder) else _fuse)(decoder, dtype)
+    return decoder
+
+
+def _fuse(decoder: Any, dtype: torch.dtype) -> None:
     own_dtype, in_pairs = next(decoder.parameters()).dtype, _in_pairs(decoder)
     if dtype is torch.float16:
         _scale_sum(decoder, FLOAT16_SCALE)
     decoder.to(dtype)
     for name, part in list(decoder.named_modules()):
-        if _is(part, RESNET):
+        if is_layer(part, RESNET):
             decoder.set_submodule(name, (PairedResnet if part in in_pairs else CausalResnet)(part))
-        elif _is(part, ATTENTION):
+        elif is_layer(part, ATTENTION):
             decoder.set_submodule(name, FusedAttention(part))
-        elif _is(part, RESAMPLER):
+        elif is_layer(part, RESAMPLER):
             decoder.set_submodule(name, FusedUpsampler(part))
-        elif _is(part, DUPLICATION):
+        elif is_layer(part, DUPLICATION):
             decoder.set_submodule(name, Duplication(part))
     decoder.norm_out, decoder.nonlinearity = FusedNorm(decoder.norm_out), nn.Identity()
     decoder.conv_in = CausalConv(decoder.conv_in, dtype)
@@ -113,12 +141,12 @@ def _scale_sum(decoder: Any, factor: float) -> None:
     """Scale the sum that runs through all residual blocks: what is added to it, and biases of what it goes through."""
     added, passed = [decoder.conv_in], list[Any]()
     for part in decoder.modules():
-        if _is(part, RESNET):
+        if is_layer(part, RESNET):
             added.append(part.conv2)
             passed += [] if isinstance(part.conv_shortcut, nn.Identity) else [part.conv_shortcut]
-        elif _is(part, ATTENTION):
+        elif is_layer(part, ATTENTION):
             added.append(part.proj)
-        elif _is(part, RESAMPLER):
+        elif is_layer(part, RESAMPLER):
             passed += [part.resample[1], *([part.time_conv] if hasattr(part, "time_conv") else [])]
     for weight in [conv.weight for conv in added] + [conv.bias for conv in (*added, *passed)]:
         weight.mul_(factor)
@@ -131,16 +159,6 @@ def _in_pairs(decoder: Any) -> frozenset[nn.Module]:
         found += block.modules() if are_even else ()
         are_even = are_even or any(hasattr(part, "time_conv") for part in block.modules())
     return frozenset(found)
-
-
-def channels_last(x_BCFHW: Tensor) -> Tensor:
-    """Return ``x_BFHWC``, contiguous; no copy of what is in channels-last memory."""
-    return x_BCFHW.permute(0, 2, 3, 4, 1).contiguous()
-
-
-def channels_first(x_BFHWC: Tensor) -> Tensor:
-    """Return a view ``x_BCFHW``."""
-    return x_BFHWC.permute(0, 4, 1, 2, 3)
 
 
 def _weight_of(norm: Any) -> Tensor:
@@ -165,25 +183,8 @@ class FusedNorm(nn.Module):
 
 def _to_channels_last(conv: Any) -> Any:
     """Return ``conv`` with its weights in channels-last memory."""
-    conv.weight.data = _in_channels_last(conv.weight.data)
+    conv.weight.data = in_channels_last(conv.weight.data)
     return conv
-
-
-def _in_channels_last(weight: Tensor) -> Tensor:
-    layout = torch.channels_last_3d if weight.ndim == 5 else torch.channels_last
-    return weight.contiguous(memory_format=layout)
-
-
-def _without_weights(conv: Any) -> None:
-    """Remove the weights of ``conv``, others of which are in use."""
-    conv.register_parameter("weight", None)
-    conv.register_parameter("bias", None)
-
-
-def _convolve_frames(x_NHWC: Tensor, weight_OIHW: Tensor, padding: tuple[int, ...]) -> Tensor:
-    """Return frames convolved one by one, without a bias."""
-    out_NCHW = functional.conv2d(x_NHWC.permute(0, 3, 1, 2), weight_OIHW, padding=padding)
-    return out_NCHW.permute(0, 2, 3, 1).contiguous()
 
 
 def _convolve(conv: Any, frames_BFHWC: Tensor, bias_C: Tensor | None = None) -> Tensor:
@@ -289,11 +290,9 @@ class PairedConv(nn.Module):
     def __init__(self, norm: Any, conv: Any) -> None:
         super().__init__()
         self.norm, self.bias = norm, conv.bias
-        self.weight = nn.Parameter(
-            _in_channels_last(split_weights(conv.weight.data).flatten(0, 1)), requires_grad=False
-        )
+        self.weight = nn.Parameter(in_channels_last(split_weights(conv.weight.data).flatten(0, 1)), requires_grad=False)
         self.conv = conv  # ``chunks`` reads its kernel's size, and diffusers counts it for its cache
-        _without_weights(conv)
+        without_weights(conv)
 
     def first(self, x_BFHWC: Tensor, bias_C: Tensor | None, feat_cache: Any, index: int) -> Tensor:
         """Return the convolution of a clip's first frame, which has only zeros before it."""
@@ -314,7 +313,7 @@ class PairedConv(nn.Module):
 
     def _convolve(self, x_NHWC: Tensor, number: int) -> Tensor:
         padding = tuple(size // 2 for size in self.conv.kernel_size[1:])
-        return _convolve_frames(x_NHWC, self.weight.chunk(4)[number], padding)
+        return convolve_frames(x_NHWC, self.weight.chunk(4)[number], padding)
 
 
 class PairedResnet(ClipResnet):
@@ -370,9 +369,9 @@ class FusedUpsampler(nn.Module):
         super().__init__()
         conv: Any = block.resample[1]
         self.bias = conv.bias
-        self.weight = nn.Parameter(_in_channels_last(enlarged_weights(conv.weight.data)), requires_grad=False)
+        self.weight = nn.Parameter(in_channels_last(enlarged_weights(conv.weight.data)), requires_grad=False)
         self.resample = block.resample  # tells ``chunks`` the scale, and how far the convolution reaches
-        _without_weights(conv)
+        without_weights(conv)
         self.time_conv = _to_channels_last(block.time_conv) if hasattr(block, "time_conv") else None
 
     def forward(self, x_BCFHW: Tensor, feat_cache: Any, feat_idx: list[int]) -> Tensor:
@@ -388,7 +387,7 @@ class FusedUpsampler(nn.Module):
                 x_BFHWC, times = self._convolve_in_time(x_BFHWC, feat_cache, index), 2
         frames_NHWC = x_BFHWC.view(batch, -1, height, width, times, channels)
         frames_NHWC = frames_NHWC.movedim(-2, 2).reshape(-1, height, width, channels)
-        out_NHWC = interleave(_convolve_frames(frames_NHWC, self.weight, (1, 1)), self.bias)
+        out_NHWC = interleave(convolve_frames(frames_NHWC, self.weight, (1, 1)), self.bias)
         return channels_first(out_NHWC.view(batch, -1, *out_NHWC.shape[1:]))
 
     def _convolve_in_time(self, x_BFHWC: Tensor, feat_cache: Any, index: int) -> Tensor:

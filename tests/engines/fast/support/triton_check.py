@@ -30,7 +30,7 @@ from engines.fast.kernels import (
     scaled_norm,
 )
 from engines.fast.kernels import residual_norm_modulate as residual
-from engines.fast.records import QuantRows
+from engines.fast.records import Edges, Pairs, QuantRows
 from engines.parallel.collectives import Axis
 from engines.parallel.flash3 import attended_first, attended_order
 from engines.parallel.local_attention import local_kernel
@@ -246,13 +246,42 @@ def check_frames(device: str, channels: int) -> None:
                     results = triton_frames.launch_split(*there((source, weight, offset, earlier)))
                     for one, other in zip(results, wanted, strict=True):
                         close(one, other)
-        merged = triton_frames.launch_merge(*there((products, bias, residual)))
+        merged = torch.empty_like(residual, device=device)
+        triton_frames.launch_merge(there(products), there(bias), there(residual), merged)
         close(merged, frames.merge_frames(products, bias, residual))
         parts = torch.randn(3, 5, 4, 4 * channels)
         close(triton_frames.launch_interleave(*there((parts, bias))), frames.interleave(parts, bias))
         total = clip.clone().to(device)
         triton_frames.launch_add(total, *there((bias, residual)))
         close(total, clip + bias + residual)
+
+
+def check_clip_frames(device: str, channels: int) -> None:
+    """Pairs of any frames of two clips, with pixels around them, and frames for the last of which there is no place."""
+    clip, weight, two = torch.randn(2, 5, 3, 4, channels), torch.randn(channels), torch.randn(2, 2, 5, 6, channels)
+    products, bias = torch.randn(4, 4, 3, 4, channels), torch.randn(channels)
+    edges: Edges
+    for edges, before, start, number in (
+        ("reflect", None, 1, 3),
+        ("reflect", None, 3, 1),
+        ("replicate", None, 0, 3),
+        ("replicate", two, 0, 3),
+        (None, None, 1, 2),
+    ):
+        for norm in (weight, None):
+            options: Any = {"pairs": Pairs(number=number, start=start), "eps": 0.5, "edges": edges}
+            wanted = frames.split_frames(clip, norm, before, **options)
+            gain, earlier = (None if one is None else one.to(device) for one in (norm, before))
+            results = triton_frames.launch_split(clip.to(device), gain, None, earlier, **options)
+            for one, other in zip(results, wanted, strict=True):
+                close(one, other)
+    a, b, c, d = products
+    for added in (clip, None):
+        got, expected = (torch.zeros_like(clip, device=where) for where in (device, "cpu"))
+        frames.merge_into(expected, (a, b, c, d), bias, added, 2)
+        aside = None if added is None else added.to(device)
+        triton_frames.launch_merge(tuple(products.to(device)), bias.to(device), aside, got, 2)
+        close(got, expected)
 
 
 def check_fp8_heads(
@@ -334,6 +363,7 @@ def main(device: str) -> None:
     check_quantization(device)
     for channels in (24, 32):
         check_frames(device, channels)
+        check_clip_frames(device, channels)
     check_all_fp8_heads(device)
     x = torch.randn(5, 2 * 2100)  # more columns than a program takes
     close(triton_kernels.launch_gated(x.to(device)), gated(x))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -27,6 +29,34 @@ VAES: Mapping[str, Callable[[], Any]] = MappingProxyType(
         "qwen image": lambda: shake(diffusers.AutoencoderKLQwenImage(**SIZES)),
     }
 )
+
+PUBLISHED = Path(__file__).parents[4] / "pipelines" / "published"
+
+
+def published_in_small(model: str, division: int, **changes: Any) -> Any:
+    """The auto-encoder of clips of a published model with random weights; its widths are divided by ``division``."""
+    config: dict[str, Any] = json.loads((PUBLISHED / model / "vae" / "config.json").read_text())
+    for key, value in config.items():
+        if key.endswith("block_out_channels"):
+            config[key] = [width // division for width in value]
+    config |= {"latent_channels": 8, **changes}
+    torch.manual_seed(0)
+    vae = getattr(diffusers, config["_class_name"]).from_config(config)
+    return shake(vae).requires_grad_(False)
+
+
+CAUSAL = {"decoder_causal": True, "decoder_block_out_channels": (16, 32, 64), "upsample_factor": (1, 1, 1)}
+"""No frame depends on a later one, and blocks have fewer channels than the one before them."""
+WHOLE_CLIPS: Mapping[str, Callable[[], Any]] = MappingProxyType(
+    {
+        "reflected": lambda: published_in_small("LTX-2", 16),
+        "causal": lambda: published_in_small("LTX-2", 16, **CAUSAL),
+        "zeros": lambda: published_in_small("LTX-2.3", 32),
+        "shortcuts": lambda: published_in_small("LTX-Video", 16),
+        "frame by frame": lambda: published_in_small("HunyuanVideo-1.5-480p_t2v", 32),
+    }
+)
+"""All published structures of decoders that the library runs on all frames at once, small."""
 
 EXACT_DB = 100.0
 
