@@ -84,7 +84,7 @@ def _split(
     """Go through the pairs of one entry of the batch; each program has its own pixels."""
     entry = tl.program_id(1).to(tl.int64)
     columns, inside_C, places, inside = _places(pixels, channels, ROWS, BLOCK)
-    frame = pixels * channels
+    frame = tl.cast(pixels, tl.int64) * channels
     part = tl.num_programs(1).to(tl.int64) * pairs * frame
     weight = tl.load(weight_ptr + columns, inside_C, 0.0).to(tl.float32)
     before = tl.zeros((ROWS, BLOCK), tl.float32)
@@ -117,7 +117,7 @@ def _merge(
 ):  # fmt: skip
     number = tl.program_id(1).to(tl.int64)
     columns, inside_C, places, inside = _places(pixels, channels, ROWS, BLOCK)
-    frame = pixels * channels
+    frame = tl.cast(pixels, tl.int64) * channels
     even, odd = _two_frames(a_ptr, b_ptr, c_ptr, d_ptr, number, frame, places, inside, True)
     bias = tl.load(bias_ptr + columns, inside_C, 0.0).to(tl.float32)[None, :]
     places += 2 * number * frame

@@ -24,7 +24,7 @@ def _quantize(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < channels
-    source = (columns // columns_each) * group_stride + row * row_stride + columns % columns_each
+    source = (columns // columns_each).to(tl.int64) * group_stride + row * row_stride + columns % columns_each
     x = tl.load(x_ptr + source, inside, 0.0).to(ROUNDED).to(tl.float32)
     if GELU:
         # tanh form: x * sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3)
@@ -87,7 +87,7 @@ def _norm_rotate(
     TO_PEERS: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    which = tl.program_id(1)
+    which = tl.program_id(1).to(tl.int64)
     token = row // batch
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, 2 * PAIRS)
@@ -110,10 +110,11 @@ def _norm_rotate(
         turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
         values = tl.reshape(turned, [HEADS, 2 * PAIRS]).to(qkv_ptr.dtype.element_ty)
     # Head number h is (h // (n1 n2), h // n2 % n1, h % n2) in the destination's three head dims.
-    place = (heads // (heads_1 * heads_2)) * out_0 + (heads // heads_2 % heads_1) * out_1 + (heads % heads_2) * out_2
+    outer, middle, inner = heads // (heads_1 * heads_2), heads // heads_2 % heads_1, heads % heads_2
+    place = outer.to(tl.int64) * out_0 + middle.to(tl.int64) * out_1 + inner.to(tl.int64) * out_2
     target = out_start + token * out_token + (row % batch) * out_batch + which * out_which + place
     if TO_PEERS:  # out_ptr is a table of addresses, one a rank; the middle head dim is the rank
-        addresses = tl.load(out_ptr + heads // heads_2 % heads_1, heads < num_heads, 0)
+        addresses = tl.load(out_ptr + middle, heads < num_heads, 0)
         bases = tl.multiple_of(addresses.to(tl.pointer_type(qkv_ptr.dtype.element_ty)), 16)
         tl.store(bases[:, None] + (target[:, None] + dims[None, :]), values, inside)
     else:
@@ -240,7 +241,7 @@ def _push(
     x_ptr, addresses_ptr, rows, columns, target_row_stride, target_column, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     peer = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     address = tl.load(addresses_ptr + peer).to(tl.pointer_type(x_ptr.dtype.element_ty))

@@ -205,6 +205,22 @@ def check_quantization(device: str) -> None:
     close(got, expected)
 
 
+def check_offsets_beyond_int32(device: str) -> None:
+    """Groups of columns, heads of several ranks, and q, k and v, each 2**30 elements apart in one memory."""
+    far = torch.empty(2**31 + 100, dtype=torch.float16, device=device)  # on a CPU, few pages of it are touched
+    columns = far.as_strided((3, 2, 8), (2**30, 8, 1)).copy_(torch.randn(3, 2, 8))
+    close(triton_kernels.launch_quantize(columns, gelu=False), quantize_rows(columns.cpu()))
+    angles = torch.randn(1, 4)
+    norms = HeadNorms(weight_S2D=torch.randn(1, 2, 8), cos_LP=angles.cos(), sin_LP=angles.sin(), first_rows=1)
+    there = replace(norms, **{name: getattr(norms, name).to(device) for name in ("weight_S2D", "cos_LP", "sin_LP")})
+    for which, head in ((8, 2**30), (2**30, 8)):
+        qkv = torch.randn(1, 3, 3, 8).half()
+        got, expected = far.as_strided((1, 1, 3, 3, 8), (1, 1, which, head, 1)), torch.empty(1, 1, 3, 3, 8)
+        triton_kernels.launch_norm_and_rotate(qkv.to(device), there, got)
+        norm_and_rotate(qkv, norms, expected)
+        close(got, expected, 1e-3)
+
+
 def blank_rows(rows: int, channels: int, device: str) -> QuantRows:
     scale_R1 = torch.zeros(1, rows, device=device).t()
     return QuantRows(values_RC=torch.zeros(rows, channels, device=device).to(FP8), scale_R1=scale_R1)
@@ -332,6 +348,7 @@ def main(device: str) -> None:
     check_heads(device, heads=6, dim=8, outer=1, inner=3)
     check_heads(device, heads=6, dim=8, outer=1, inner=4)
     check_quantization(device)
+    check_offsets_beyond_int32(device)
     for channels in (24, 32):
         check_frames(device, channels)
     check_all_fp8_heads(device)
