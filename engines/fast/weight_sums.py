@@ -143,14 +143,13 @@ def new_sum(base: Tensor, products: Products) -> Tensor:
 
 
 @cache
-def warm_up(weight: torch.dtype, factor: torch.dtype, device: torch.device, *, is_vector: bool = False) -> None:
-    """Compile the kernel for weights and factors of these dtypes, or load it: up to a second, once."""
-    if weight not in HALF_DTYPES or not has_kernel(device):
+def warm_up(kind: Kind, device: torch.device) -> None:
+    """Compile the kernel of ``kind``, or load it: half a second, once."""
+    if kind.weight not in HALF_DTYPES or not has_kernel(device):
         return
-    base = torch.zeros(EACH, dtype=weight, device=device)
-    base = base if is_vector else base.repeat(EACH, 1)
-    up_NR = torch.zeros(EACH, EACH, dtype=factor, device=device)
-    products = [(1.0, LowRank(up_NR=up_NR, down_RK=up_NR[:, :1].contiguous() if is_vector else up_NR))]
+    base = torch.zeros(EACH, kind.each, dtype=kind.weight, device=device)
+    up_NR = torch.zeros(EACH, EACH, dtype=kind.factor, device=device)
+    products = [(1.0, LowRank(up_NR=up_NR, down_RK=up_NR[:, : kind.each].contiguous()))] * (2 - kind.is_single)
     if fits(base, products, device):
         new_sum(base, products)
 
