@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,12 @@ from engines.fast.records import EPS, HeadNorms, Modulation, QuantRows, Rows
 from engines.quantization.linear import FP8, LARGEST, SMALLEST_AMAX
 
 ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+@cache
+def _block(columns: int) -> int:
+    """Return the size of a block. Triton's own function is slow, and a switch of weights calls it for each."""
+    return int(triton.next_power_of_2(columns))
 
 
 @triton.jit
@@ -50,7 +58,7 @@ def launch_into(x_GRC: Tensor, into: QuantRows, *, gelu: bool = False, rounded: 
     assert x_GRC.stride(-1) == 1, x_GRC.stride()
     assert into.values_RC.stride() == (channels, 1), into.values_RC.stride()
     assert into.scale_R1.stride(0) == 1, into.scale_R1.stride()
-    block = triton.next_power_of_2(channels)
+    block = _block(channels)
     _quantize[(rows,)](
         x_GRC, into.values_RC, into.scale_R1, columns_each, x_GRC.stride(0), x_GRC.stride(1), channels,
         ROUNDED=ROUNDED[rounded], GELU=gelu, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,
@@ -134,7 +142,7 @@ def launch_norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor
     _norm_rotate[(rows, 2 if in_place else 3)](
         qkv_R3HD, out_LB3HD, *_tables(qkv_R3HD, norms), batch, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
         heads_1, heads_2, 0, token, entry, which, outer, middle, inner, norms.eps,
-        TO_PEERS=False, HAS_BIAS=norms.bias_3HD is not None, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2,
+        TO_PEERS=False, HAS_BIAS=norms.bias_3HD is not None, HEADS=_block(num_heads), PAIRS=dim // 2,
         num_warps=_num_warps(num_heads),
     )  # fmt: skip
 
@@ -165,7 +173,7 @@ def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W:
     _norm_rotate[(rows, 3)](
         qkv_R3HD, addresses_W, *_tables(qkv_R3HD, norms), batch, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
         addresses_W.shape[0], each, first_token * token, token, 3 * each * dim, each * dim, 0, 0, dim, norms.eps,
-        TO_PEERS=True, HAS_BIAS=norms.bias_3HD is not None, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2,
+        TO_PEERS=True, HAS_BIAS=norms.bias_3HD is not None, HEADS=_block(num_heads), PAIRS=dim // 2,
         num_warps=_num_warps(num_heads),
     )  # fmt: skip
 
@@ -218,7 +226,7 @@ def launch_norm(
     out_RC = torch.empty_like(x_RC, dtype=FP8 if quantize else x_RC.dtype)
     out_scale_R1 = x_RC.new_empty((rows, 1) if quantize else (1, 1), dtype=torch.float32)
     y, z = (*updates, x_RC, x_RC)[:2]
-    block = triton.next_power_of_2(channels)
+    block = _block(channels)
     _residual_norm[(rows,)](
         x_RC, y, z, gate_SBC, shift_SBC, scale_SBC, out_RC, out_scale_R1,
         modulation.first_rows, shift_SBC.shape[1], channels, _segment_stride(gate_SBC), gate_SBC.stride(1),
@@ -257,7 +265,7 @@ def push_columns(x_WRC: Tensor, addresses_W: Tensor, rank: int) -> None:
     assert x_WRC.is_contiguous(), x_WRC.stride()
     _push[(triton.cdiv(rows, ROWS_PER_PROGRAM), world)](
         x_WRC, addresses_W, rows, columns, world * columns, rank * columns,
-        ROWS=ROWS_PER_PROGRAM, BLOCK=triton.next_power_of_2(columns), num_warps=4,
+        ROWS=ROWS_PER_PROGRAM, BLOCK=_block(columns), num_warps=4,
     )  # fmt: skip
 
 
@@ -296,7 +304,7 @@ def launch_scaled_norm(
     assert update_RC is None or update_RC.is_contiguous()
     out_RC = torch.empty_like(x_RC, dtype=FP8 if quantize else x_RC.dtype)
     out_scale_R1 = x_RC.new_empty((rows, 1) if quantize else (1, 1), dtype=torch.float32)
-    block = triton.next_power_of_2(channels)
+    block = _block(channels)
     _pre_post_norm[(rows,)](
         x_RC, x_RC if update_RC is None else update_RC, gate_BC, scale_BC, out_RC, out_scale_R1,
         scale_BC.shape[0], channels, gate_BC.stride(0), scale_BC.stride(0), eps,
