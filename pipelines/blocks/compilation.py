@@ -21,6 +21,7 @@ from pipelines.blocks.captured import CapturedForward, form_of, run_as_captured
 from pipelines.blocks.offloaded_layers import text_encoders_of
 from pipelines.vae.fused import fuse_decoder
 from pipelines.vae.fused_clips import check_preparable, fuse_clip_decoder, is_supported_clip_decoder
+from pipelines.vae.layers import is_supported_decoder
 
 INDUCTOR = "inductor"
 BIAS = "compute_bias"
@@ -136,6 +137,28 @@ def _contiguous(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return run
 
 
+def compiled_bytes(vae: Any) -> int:
+    """Return what ``compile_decoder`` adds to the weights on CUDA, of an auto-encoder (or None) on "meta".
+
+    A picture's decoder is copied. A clip's has more weights than before, and half as many bytes each if it is float32.
+    """
+    decoder: Any = getattr(vae, "decoder", None)
+    if is_supported_clip_decoder(decoder):
+        fused = copy.deepcopy(decoder)
+        with torch.device("meta"):
+            fuse_clip_decoder(fused, _gpu_dtype(next(fused.parameters())))
+        return _weight_bytes(fused) - _weight_bytes(decoder)
+    return _weight_bytes(decoder) if is_supported_decoder(decoder) else 0
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
+
+
+def _gpu_dtype(weight: Tensor) -> torch.dtype:
+    return torch.float16 if weight.dtype is torch.float32 else weight.dtype
+
+
 def compile_decoder(vae: Any, backend: str = INDUCTOR) -> tuple[CompiledForward, ...]:
     """Put a faster forward into the decoder of ``vae``: fused on CUDA, for every size, else compiled by ``backend``.
 
@@ -147,7 +170,7 @@ def compile_decoder(vae: Any, backend: str = INDUCTOR) -> tuple[CompiledForward,
     weight = next(vae.decoder.parameters())
     is_fused = weight.is_cuda
     if is_supported_clip_decoder(vae.decoder):
-        fuse_clip_decoder(vae.decoder, torch.float16 if is_fused and weight.dtype is torch.float32 else weight.dtype)
+        fuse_clip_decoder(vae.decoder, _gpu_dtype(weight) if is_fused else weight.dtype)
         return ()
     if is_fused:
         faster = fuse_decoder(vae.decoder).forward
