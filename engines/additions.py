@@ -197,13 +197,15 @@ class _Weight:
         writers = self.writers or (self.parameter.copy_,)
         if products and fits(base, products, self.device):
             if self.writers or self.parameter.device != base.device:
-                sums.add_new(base, products, *writers)
+                sums.add_new(base, products, writers)
             else:
                 sums.add(base, products, self.parameter)
-            return
-        value = add_products(base, products) if products else base
-        for write in writers:
-            write(value)
+        elif products:
+            value = add_products(base, products)
+            for write in writers:
+                write(value)
+        else:
+            sums.write(base, writers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional
 
 from engines.core.model import Precision, WriteWeight
 from engines.core.torch_private import addmm_activation, scaled_mm
-from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows, quantize_weight
+from engines.fast.kernels import QuantRows, Rows, RowsWriter, gated, quantize_rows, quantize_weight
 from engines.quantization.linear import FP8, compute_device
 
 Activation = Literal["gelu", "swiglu"]
@@ -132,7 +131,7 @@ class Float8Gemm:
     def writers(self) -> Iterator[tuple[nn.Parameter, WriteWeight]]:
         """Yield the parameter of each part with the function that writes its new value."""
         for part, rows in self._parts.items():
-            yield part.parameter, partial(_write, part, rows)
+            yield part.parameter, RowsWriter(part_of=part.of, dtype=part.parameter.dtype, into=rows)
 
     def release(self, unless: Collection[nn.Parameter]) -> Iterator[QuantisedPart]:
         """Forget the parameters of all parts, ``unless`` they change later; yield what stands for them."""
@@ -145,11 +144,6 @@ class Float8Gemm:
         result = functional.linear(rows.dequantized(), weight_NK)
         result = (result if self.bias_N is None else result + self.bias_N.float()).to(_result_dtype(self.bias_N))
         return result if out is None else out.copy_(result)
-
-
-def _write(part: WeightPart, rows: QuantRows, weight_NK: Tensor) -> None:
-    """Write in place, so that captured steps see the new value."""
-    quantize_weight(part.of(weight_NK), part.parameter.dtype, rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,11 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -12,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from engines.core.attention import heads_of_one
-from engines.fast.records import EPS, HeadNorms, Modulation, QuantRows, Rows
+from engines.fast.records import ALIGNMENT, EPS, MAX_SUMS, HeadNorms, Modulation, QuantRows, Rows
 from engines.quantization.linear import FP8, LARGEST, SMALLEST_AMAX
 
 ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -27,13 +31,13 @@ def _block(columns: int) -> int:
 @triton.jit
 def _quantize(
     x_ptr, out_ptr, scale_ptr, columns_each, group_stride, row_stride, channels,
-    ROUNDED: tl.constexpr, GELU: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < channels
     source = (columns // columns_each).to(tl.int64) * group_stride + row * row_stride + columns % columns_each
-    x = tl.load(x_ptr + source, inside, 0.0).to(ROUNDED).to(tl.float32)
+    x = tl.load(x_ptr + source, inside, 0.0).to(tl.float32)
     if GELU:
         # tanh form: x * sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3)
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -44,26 +48,74 @@ def _quantize(
 
 def launch_quantize(x_GRC: Tensor, *, gelu: bool) -> QuantRows:
     groups, rows, columns_each = x_GRC.shape
-    into = QuantRows(
-        values_RC=torch.empty((rows, groups * columns_each), device=x_GRC.device, dtype=FP8),
-        scale_R1=torch.empty((rows, 1), device=x_GRC.device, dtype=torch.float32),
-    )
-    launch_into(x_GRC, into, gelu=gelu)
-    return into
-
-
-def launch_into(x_GRC: Tensor, into: QuantRows, *, gelu: bool = False, rounded: torch.dtype = torch.float32) -> None:
-    groups, rows, columns_each = x_GRC.shape
     channels = groups * columns_each
     assert x_GRC.stride(-1) == 1, x_GRC.stride()
-    assert into.values_RC.stride() == (channels, 1), into.values_RC.stride()
-    assert into.scale_R1.stride(0) == 1, into.scale_R1.stride()
+    values_RC = torch.empty((rows, channels), device=x_GRC.device, dtype=FP8)
+    scale_R1 = torch.empty((rows, 1), device=x_GRC.device, dtype=torch.float32)
     block = _block(channels)
     _quantize[(rows,)](
-        x_GRC, into.values_RC, into.scale_R1, columns_each, x_GRC.stride(0), x_GRC.stride(1), channels,
-        ROUNDED=ROUNDED[rounded], GELU=gelu, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,
+        x_GRC, values_RC, scale_R1, columns_each, x_GRC.stride(0), x_GRC.stride(1), channels,
+        GELU=gelu, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
+    return QuantRows(values_RC=values_RC, scale_R1=scale_R1)
+
+
+NEVER = 2**31 - 1
+"""First row of a weight that is not there."""
+WEIGHT_FIELDS = tl.constexpr(4)
+"""Numbers of a weight in the table."""
+
+
+@triton.jit
+def _quantize_weights(
+    table_ptr, channels,
+    WEIGHT: tl.constexpr, ROUNDED: tl.constexpr, ALIGNMENT: tl.constexpr, MAX_WEIGHTS: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one row of one weight. All have ``channels``; bytes of rows and addresses are multiples of ALIGNMENT."""
+    row = tl.program_id(0)
+    first_rows = tl.load(table_ptr + tl.arange(0, MAX_WEIGHTS))
+    is_before = first_rows <= row
+    fields = table_ptr + MAX_WEIGHTS + (tl.sum(is_before.to(tl.int32), 0) - 1) * WEIGHT_FIELDS
+    own_row = row - tl.max(tl.where(is_before, first_rows, 0), 0)
+    source = tl.multiple_of(tl.load(fields).to(tl.pointer_type(WEIGHT)), ALIGNMENT)
+    row_stride = tl.multiple_of(tl.load(fields + 1), ALIGNMENT)
+    target = tl.multiple_of(tl.load(fields + 2).to(tl.pointer_type(tl.float8e4nv)), ALIGNMENT)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < channels
+    x = tl.load(source + own_row * row_stride + columns, inside, 0.0).to(ROUNDED).to(tl.float32)
+    step = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST) / LARGEST
+    tl.store(tl.load(fields + 3).to(tl.pointer_type(tl.float32)) + own_row, step)
+    tl.store(target + own_row * channels + columns, (x / step).to(tl.float8e4nv), inside)
+
+
+def launch_weights(weights: Sequence[tuple[Tensor, torch.dtype, QuantRows]]) -> None:
+    """Write ``kernels.quantize_weight`` of each: a weight, the dtype that it is rounded to, and its rows."""
+    groups: dict[tuple[Any, ...], list[tuple[Tensor, QuantRows]]] = {}
+    for weight_NK, rounded, into in weights:
+        channels = weight_NK.shape[1]
+        assert weight_NK.stride(1) == 1, weight_NK.stride()
+        assert into.values_RC.stride() == (channels, 1), into.values_RC.stride()
+        assert into.scale_R1.stride(0) == 1, into.scale_R1.stride()
+        places = weight_NK.data_ptr() | into.values_RC.data_ptr() | weight_NK.stride(0) | channels
+        key = weight_NK.device, channels, weight_NK.dtype, rounded, 1 if places % ALIGNMENT else ALIGNMENT
+        groups.setdefault(key, []).append((weight_NK, into))
+    for (device, channels, dtype, rounded, alignment), group in groups.items():
+        for start in range(0, len(group), MAX_SUMS):
+            some = group[start : start + MAX_SUMS]
+            rows, fields = [len(into.values_RC) for _, into in some], array("q")
+            firsts = [*accumulate(rows, initial=0)][:-1] + [NEVER] * (MAX_SUMS - len(some))
+            for weight_NK, into in some:
+                sources, targets = (weight_NK.data_ptr(), weight_NK.stride(0)), (into.values_RC, into.scale_R1)
+                fields.extend((*sources, *(x.data_ptr() for x in targets)))
+            table = torch.frombuffer(array("q", firsts) + fields, dtype=torch.int64).to(device, non_blocking=True)
+            block = _block(channels)
+            _quantize_weights[(sum(rows),)](
+                table, channels, WEIGHT=ROUNDED[dtype], ROUNDED=ROUNDED[rounded], ALIGNMENT=alignment,
+                MAX_WEIGHTS=MAX_SUMS, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,
+                num_warps=min(16, max(1, block // 512)),
+            )  # fmt: skip
 
 
 BLOCK = 2048

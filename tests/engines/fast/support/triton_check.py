@@ -200,9 +200,28 @@ def check_quantization(device: str) -> None:
         )
     got, expected = (blank_rows(9, 30, where) for where in (device, "cpu"))
     narrow = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter cuts bfloat16 off, too
-    triton_kernels.launch_into(wide[None, :, :30].to(device), got[1:8], rounded=narrow)
+    triton_kernels.launch_weights([(wide.to(device)[:, :30], narrow, got[1:8])])
     quantize_weight(wide[:, :30], narrow, expected[1:8])
     close(got, expected)
+    check_weights_together(device)
+
+
+def check_weights_together(device: str) -> None:
+    """More weights than a launch takes, of several sizes and dtypes: the same bytes as one by one."""
+    several: list[tuple[Tensor, torch.dtype, QuantRows]] = []
+    for number in range(9):
+        columns, dtype = ((32, torch.float16), (30, torch.float16), (30, torch.float32))[number % 7 % 3]
+        weight = torch.randn(1 + number % 3, 40, device=device).to(dtype)[:, :columns]
+        several.append((weight, torch.float16, blank_rows(len(weight), columns, device)))
+    with patch.object(triton_kernels, "MAX_SUMS", 2):
+        triton_kernels.launch_weights(several)
+    for weight, rounded, got in several:
+        alone, expected = (blank_rows(len(weight), weight.shape[1], where) for where in (device, "cpu"))
+        triton_kernels.launch_weights([(weight, rounded, alone)])
+        assert got.values_RC.view(torch.uint8).equal(alone.values_RC.view(torch.uint8))
+        assert got.scale_R1.equal(alone.scale_R1)
+        quantize_weight(weight.cpu(), rounded, expected)
+        close(got, expected)
 
 
 def check_offsets_beyond_int32(device: str) -> None:
