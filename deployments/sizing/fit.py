@@ -48,7 +48,7 @@ class StageMemory:
     whole: int = 0
     """One decode without a limit."""
     compiled: int = 0
-    """What ``decoder.compile`` adds to the decoder's weights on a GPU; negative where it halves them."""
+    """What ``decoder.compile`` adds to the decoder's weights on a GPU. Those that it halves are loaded whole first."""
     layers: int = 0
     """Layers of the text encoders, which ``text_encoder.offloads_layers`` keeps in host memory."""
     buffers: int = 0
@@ -70,7 +70,7 @@ class StageMemory:
             decode=min(decode, usual_limit_gib * GIB) if limits else decode,
             limited=min(decode, DECODE_LIMIT_GIB * GIB) if limits else decode,
             whole=decode,
-            compiled=found.compiled_bytes,
+            compiled=max(found.compiled_bytes, 0),
             layers=found.layers.layers,
             buffers=found.layers.buffers,
             prompt=found.layers.prompt,
