@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from types import MappingProxyType
 from typing import Any
 
@@ -33,7 +34,7 @@ from engines.core.model import (
     normal_mix,
 )
 from engines.core.resources import rank_resources
-from engines.fast.records import Products
+from engines.fast.records import EACH, Kind, Products
 from engines.fast.weight_sums import HALF_DTYPES, WeightSums, fits, new_sum, prepared, warm_up
 from engines.quantization.linear import compute_device
 
@@ -183,6 +184,12 @@ class _Weight:
     low_ranks: dict[str, LowRank] = field(default_factory=dict)
     """Products by addition, ``prepared`` and cut to this rank's share."""
 
+    def kinds(self, low_rank: LowRank) -> Iterator[tuple[Kind, torch.device]]:
+        """Yield the kinds of sums with ``low_rank``, alone and with others of this weight, and their device."""
+        each = 1 if self.base.shape[1:].numel() % EACH else EACH
+        for is_single in {True, len(self.low_ranks) == 1}:
+            yield Kind(self.base.dtype, low_rank.up_NR.dtype, is_single, each), self.device
+
     def write(self, mix: Mix, sums: WeightSums) -> None:
         """Set the values at load plus ``mix``, now or when ``sums`` are computed."""
         products = [(amount, self.low_ranks[name]) for name, amount in mix if name in self.low_ranks]
@@ -190,13 +197,15 @@ class _Weight:
         writers = self.writers or (self.parameter.copy_,)
         if products and fits(base, products, self.device):
             if self.writers or self.parameter.device != base.device:
-                sums.add_new(base, products, *writers)
+                sums.add_new(base, products, writers)
             else:
                 sums.add(base, products, self.parameter)
-            return
-        value = add_products(base, products) if products else base
-        for write in writers:
-            write(value)
+        elif products:
+            value = add_products(base, products)
+            for write in writers:
+                write(value)
+        else:
+            sums.write(base, writers)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,11 +287,8 @@ class _Share:
         self._weights |= parameters.weights(dict.fromkeys(own for _, own, _ in found if own not in self._weights))
         for name, own, low_rank in found:
             self._weights[own].low_ranks[name] = low_rank
-        taken = [(self._weights[own], low_rank.up_NR.dtype) for _, own, low_rank in found]
-        for weight, factor, device, is_vector in {
-            (x.base.dtype, each, x.device, x.base.ndim == 1) for x, each in taken
-        }:
-            warm_up(weight, factor, device, is_vector=is_vector)
+        for kind, device in {one for _, own, low_rank in found for one in self._weights[own].kinds(low_rank)}:
+            warm_up(kind, device)
 
     def forget(self, names: Collection[str]) -> None:
         """Release additions that no share has in its weights, and the copies of weights that no other one changes."""
@@ -351,8 +357,8 @@ class WeightSwitch:
         new.take({known: current[known] for known in self._known})
         if self._grows:
             for dtype, device in {(each.dtype, self._device or each.device) for each in loaded.values()}:
-                for factor in (dtype, torch.float32):
-                    warm_up(dtype, factor, device)
+                for factor, is_single in product((dtype, torch.float32), (True, False)):
+                    warm_up(Kind(dtype, factor, is_single, EACH), device)
         else:
             new.close()
         self._shares.setdefault(name, {})[share] = new

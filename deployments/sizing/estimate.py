@@ -160,7 +160,8 @@ class WeightsAlone:
     @property
     def total_bytes(self) -> int:
         """Memory of weights and processes on one GPU."""
-        return StageMemory.of(self.parts, limits=False, usual_limit_gib=0).fullest_bytes(self.weight_bytes)
+        parts = replace(self.parts, compiled_bytes=0)
+        return StageMemory.of(parts, limits=False, usual_limit_gib=0).fullest_bytes(self.weight_bytes)
 
     @property
     def sentence(self) -> str:
@@ -232,9 +233,8 @@ def _estimate(
     steps = [step if work is step.work else plan(work, same_weights=weights, must_fit=False) for work in works]
     numbers = [checkpoint.num_steps(one) for one in request.stages]
     others = [OtherPass(work=one, num_steps=n) for one, n in zip(works, numbers, strict=True) if one is not step.work]
-    limits = _limits_decodes(checkpoint)  # decoders of pictures, and the same ones are copied by decoder.compile
     usual_gib = usual_limit_gib(options.num_ranks)
-    beside = StageMemory.of(parts, limits=limits, usual_limit_gib=usual_gib, copies=limits)
+    beside = StageMemory.of(parts, limits=_limits_decodes(checkpoint), usual_limit_gib=usual_gib)
     return Estimate(
         request=request,
         dtype=checkpoint.dtype,

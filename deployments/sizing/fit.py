@@ -47,8 +47,8 @@ class StageMemory:
     """One decode within ``DECODE_LIMIT_GIB``, if the decoder supports a limit."""
     whole: int = 0
     """One decode without a limit."""
-    copied: int = 0
-    """The copy of a picture's decoder that ``decoder.compile`` makes on a GPU, in another layout."""
+    compiled: int = 0
+    """What ``decoder.compile`` adds to the decoder's weights on a GPU. Those that it halves are loaded whole first."""
     layers: int = 0
     """Layers of the text encoders, which ``text_encoder.offloads_layers`` keeps in host memory."""
     buffers: int = 0
@@ -61,11 +61,8 @@ class StageMemory:
     """One decode by each rank, between segments of a clip."""
 
     @classmethod
-    def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int, copies: bool = False) -> StageMemory:
-        """Return the memory of ``found``.
-
-        ``limits``: the decoder supports ``memory_gib``; ``copies``: ``compile`` copies it.
-        """
+    def of(cls, found: Footprint, *, limits: bool, usual_limit_gib: int) -> StageMemory:
+        """Return the memory of ``found``. ``limits``: the decoder supports ``memory_gib``."""
         decode = found.decode_bytes or 0
         return cls(
             encoder=sum(size or 0 for size in found.encoder.values()),
@@ -73,7 +70,7 @@ class StageMemory:
             decode=min(decode, usual_limit_gib * GIB) if limits else decode,
             limited=min(decode, DECODE_LIMIT_GIB * GIB) if limits else decode,
             whole=decode,
-            copied=sum(size or 0 for size in found.decoder.values()) if copies else 0,
+            compiled=max(found.compiled_bytes, 0),
             layers=found.layers.layers,
             buffers=found.layers.buffers,
             prompt=found.layers.prompt,
@@ -87,7 +84,7 @@ class StageMemory:
 
     def weight_bytes(self, *, offloaded: bool = False) -> int:
         """Return the device memory of all weights of encoder and decoder."""
-        return self.encoder_bytes(offloaded=offloaded) + self.decoder + self.copied
+        return self.encoder_bytes(offloaded=offloaded) + self.decoder + self.compiled
 
     def fullest_bytes(
         self, rank_bytes: int, place: str = SHARED, *, limited: bool = False, offloaded: bool = False
@@ -97,7 +94,7 @@ class StageMemory:
         ``offloaded``: the layers of text encoders are in host memory.
         """
         rank_bytes += self.rank + self.rank_decode
-        decode = self.decoder + self.copied + (self.limited if limited else self.decode) + PROCESS_BYTES
+        decode = self.decoder + self.compiled + (self.limited if limited else self.decode) + PROCESS_BYTES
         encoder = self.encoder_bytes(offloaded=offloaded)
         rank, encode = rank_bytes + PROCESS_BYTES, encoder + PROCESS_BYTES
         if place == APART:
@@ -254,7 +251,7 @@ class Fit:
             **({"rank: decode": parts.rank_decode} if parts.rank_decode else {}),
             **{f"encoder: {name}": size for name, size in found.encoder.items()},
             **{f"decoder: {name}": size for name, size in found.decoder.items()},
-            **({"decoder: copy for compile": parts.copied} if parts.copied else {}),
+            **({"decoder: compile": parts.compiled} if parts.compiled else {}),
             "decode": parts.decode if found.decode_bytes is not None else None,
             "processes": 3 * PROCESS_BYTES,
         }

@@ -140,9 +140,9 @@ def _with_limit(fit: Fit, model: ModelConfig) -> Fit:
     """Return ``fit`` with the configured limit of decodes, and without a decoder if that is on CPU cores."""
     stage = model.text_encoder if model.stages == "together" else model.decoder
     if model.denoiser.gpus_per_rank and not stage.num_gpus:
-        return replace(fit, parts=replace(fit.parts, decoder=0, copied=0, decode=0, limited=0))
+        return replace(fit, parts=replace(fit.parts, decoder=0, compiled=0, decode=0, limited=0))
     if not (stage.num_gpus and model.decoder.compile):  # on a CPU it is compiled by Inductor, with its own weights
-        fit = replace(fit, parts=replace(fit.parts, copied=0))
+        fit = replace(fit, parts=replace(fit.parts, compiled=0))
     limited = fit.parts.limited if model.stages == "apart" else fit.parts.whole
     limit = model.decoder.memory_bytes
     decode = fit.parts.whole if limit is None else min(fit.parts.whole, limit)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional
 
 from engines.core.model import Precision, WriteWeight
 from engines.core.torch_private import addmm_activation, scaled_mm
-from engines.fast.kernels import QuantRows, Rows, gated, quantize_rows, quantize_weight
+from engines.fast.kernels import QuantRows, Rows, RowsWriter, gated, quantize_rows, quantize_weight
 from engines.quantization.linear import FP8, compute_device
 
 Activation = Literal["gelu", "swiglu"]
@@ -35,7 +34,7 @@ class WeightPart:
     """Inputs."""
 
     def of(self, weight_NK: Tensor) -> Tensor:
-        return weight_NK[self.rows, self.columns]
+        return weight_NK if self.rows == ALL == self.columns else weight_NK[self.rows, self.columns]
 
 
 class Gemm(Protocol):
@@ -99,12 +98,14 @@ class Float8Gemm:
         self._activation, self.bias_N = activation, bias_N
         weights = [part.of(part.parameter.detach()) for part in parts]
         ends = list(itertools.accumulate(len(own_NK) for own_NK in weights))
-        self._parts = {part: slice(end - len(own), end) for part, own, end in zip(parts, weights, ends, strict=True)}
         device = compute_device(weights[0])
         self.weight_NK = torch.empty(ends[-1], weights[0].shape[1], dtype=FP8, device=device)
         self.scale_1N = torch.empty(1, ends[-1], dtype=torch.float32, device=device)
-        for part, own_NK in zip(parts, weights, strict=True):
-            quantize_weight(own_NK.to(device), own_NK.dtype, self._rows(self._parts[part]))
+        self._parts = dict[WeightPart, QuantRows]()
+        for part, own_NK, end in zip(parts, weights, ends, strict=True):
+            own = slice(end - len(own_NK), end)
+            self._parts[part] = rows = QuantRows(values_RC=self.weight_NK[own], scale_R1=self.scale_1N[:, own].t())
+            quantize_weight(own_NK.to(device), own_NK.dtype, rows)
 
     def __call__(self, x: Rows, out: Tensor | None = None) -> Tensor:
         rows = x if isinstance(x, QuantRows) else quantize_rows(x)
@@ -130,20 +131,13 @@ class Float8Gemm:
     def writers(self) -> Iterator[tuple[nn.Parameter, WriteWeight]]:
         """Yield the parameter of each part with the function that writes its new value."""
         for part, rows in self._parts.items():
-            yield part.parameter, partial(self._write, rows, part)
+            yield part.parameter, RowsWriter(part_of=part.of, dtype=part.parameter.dtype, into=rows)
 
     def release(self, unless: Collection[nn.Parameter]) -> Iterator[QuantisedPart]:
         """Forget the parameters of all parts, ``unless`` they change later; yield what stands for them."""
         released = [part for part in self._parts if not any(part.parameter is one for one in unless)]
         for part in released:
-            yield QuantisedPart(part=part, values=self._rows(self._parts.pop(part)))
-
-    def _write(self, rows: slice, part: WeightPart, weight_NK: Tensor) -> None:
-        """Write in place, so that captured steps see the new value."""
-        quantize_weight(part.of(weight_NK), part.parameter.dtype, self._rows(rows))
-
-    def _rows(self, rows: slice) -> QuantRows:
-        return QuantRows(values_RC=self.weight_NK[rows], scale_R1=self.scale_1N[:, rows].t())
+            yield QuantisedPart(part=part, values=self._parts.pop(part))
 
     def _emulated(self, rows: QuantRows, out: Tensor | None) -> Tensor:
         weight_NK = self.weight_NK.float() * self.scale_1N.t()

@@ -7,12 +7,14 @@ plain version of each is its specification and the path on the CPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.core.model import Precision
+from engines.core.model import Precision, WriteWeight
 from engines.fast.records import EPS, HeadNorms, Modulation, QuantRows, Rows, quantized
 
 
@@ -112,13 +114,42 @@ def quantize_rows(x_GRC: Tensor, *, gelu: bool = False) -> QuantRows:
 def quantize_weight(weight_NK: Tensor, dtype: torch.dtype, into: QuantRows) -> None:
     """Write a weight, rounded to ``dtype``, to ``into``, which has a contiguous row per output feature."""
     if weight_NK.is_cuda:
-        from engines.fast.triton_kernels import launch_into
+        from engines.fast.triton_kernels import launch_weights
 
-        launch_into(weight_NK[None], into, rounded=dtype)
+        launch_weights([(weight_NK, dtype, into)])
     else:
         rows = quantized(weight_NK.to(dtype))
         into.values_RC.copy_(rows.values_RC)
         into.scale_R1.copy_(rows.scale_R1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class RowsWriter:
+    """Writes a weight's new values to its rows in float8, in place: captured steps see them."""
+
+    part_of: Callable[[Tensor], Tensor]
+    """Returns what the rows stand for of the weight."""
+    dtype: torch.dtype
+    """Values are rounded to it first."""
+    into: QuantRows
+    """Contiguous rows, one per output feature."""
+
+    def __call__(self, weight_NK: Tensor) -> None:
+        quantize_weight(self.part_of(weight_NK), self.dtype, self.into)
+
+
+def write_weights(writes: Sequence[tuple[WriteWeight, Tensor]]) -> None:
+    """Pass each weight to its function; those of ``RowsWriter`` on CUDA together, by few launches."""
+    rows: list[tuple[Tensor, torch.dtype, QuantRows]] = []
+    for write, weight_NK in writes:
+        if isinstance(write, RowsWriter) and weight_NK.is_cuda:
+            rows.append((write.part_of(weight_NK), write.dtype, write.into))
+        else:
+            write(weight_NK)
+    if rows:
+        from engines.fast.triton_kernels import launch_weights
+
+        launch_weights(rows)
 
 
 def join_columns(x_GRC: Tensor) -> Tensor:
@@ -195,6 +226,7 @@ __all__ = [
     "Modulation",
     "QuantRows",
     "Rows",
+    "RowsWriter",
     "add_normed",
     "collected_rows",
     "gated",
@@ -207,4 +239,5 @@ __all__ = [
     "quantize_weight",
     "residual_norm_modulate",
     "scaled_norm",
+    "write_weights",
 ]

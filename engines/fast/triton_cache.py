@@ -40,8 +40,8 @@ def recorded_entries(known: Entries) -> Iterator[set[Path]]:
     """Yield the folders of all entries that this process looks up inside the block.
 
     An entry of ``known`` is restored when it is looked up and is missing on this node. If that fails, Triton compiles
-    it, after a warning. A cache manager that the user
-    has set (``TRITON_CACHE_MANAGER``) stays, and nothing is recorded or restored.
+    it, after a warning. A cache manager that the user has set (``TRITON_CACHE_MANAGER``) stays, and nothing is recorded
+    or restored.
     """
     from triton import knobs
     from triton.runtime.cache import FileCacheManager

@@ -136,7 +136,7 @@ def _split(
     entry = tl.program_id(1).to(tl.int64)
     columns, inside_C, places, inside = _places(pixels, channels, ROWS, BLOCK)
     sources = _sources(channels, height, width, ROWS, BLOCK, EDGES)
-    frame, out_frame = height * width * channels, pixels * channels
+    frame, out_frame = tl.cast(height, tl.int64) * width * channels, tl.cast(pixels, tl.int64) * channels
     part = tl.num_programs(1).to(tl.int64) * pairs * out_frame
     bias = _vector(bias_ptr, columns, inside_C, HAS_BIAS, BLOCK)
     weight = _vector(weight_ptr, columns, inside_C, HAS_NORM, BLOCK)
@@ -172,7 +172,7 @@ def _merge(
 ):  # fmt: skip
     number = tl.program_id(1).to(tl.int64)
     columns, inside_C, places, inside = _places(pixels, channels, ROWS, BLOCK)
-    frame = pixels * channels
+    frame = tl.cast(pixels, tl.int64) * channels
     even, odd = _two_frames(a_ptr, b_ptr, c_ptr, d_ptr, number, frame, places, inside)
     bias = tl.load(bias_ptr + columns, inside_C, 0.0).to(tl.float32)[None, :]
     even += bias

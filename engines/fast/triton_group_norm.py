@@ -57,7 +57,7 @@ def _combine(
     counts = tl.where(numbers < parts, counts, 0.0)
     means = tl.load(mean_ptr + places, inside, 0.0)
     squares = tl.load(squares_ptr + places, inside, 0.0)
-    num = pixels * EACH * 1.0
+    num = pixels * (EACH * 1.0)
     mean = tl.sum(tl.sum(means * counts[:, None], 1), 0) / num
     deviations = tl.where(inside, means - mean, 0.0)
     between = tl.sum(tl.sum(deviations * deviations * counts[:, None], 1), 0)

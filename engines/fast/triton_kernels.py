@@ -4,28 +4,40 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from engines.core.attention import heads_of_one
-from engines.fast.records import EPS, HeadNorms, Modulation, QuantRows, Rows
+from engines.fast.records import ALIGNMENT, EPS, MAX_SUMS, HeadNorms, Modulation, QuantRows, Rows
 from engines.quantization.linear import FP8, LARGEST, SMALLEST_AMAX
 
 ROUNDED = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
+@cache
+def _block(columns: int) -> int:
+    """Return the size of a block. Triton's own function is slow, and a switch of weights calls it for each."""
+    return int(triton.next_power_of_2(columns))
+
+
 @triton.jit
 def _quantize(
     x_ptr, out_ptr, scale_ptr, columns_each, group_stride, row_stride, channels,
-    ROUNDED: tl.constexpr, GELU: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < channels
-    source = (columns // columns_each) * group_stride + row * row_stride + columns % columns_each
-    x = tl.load(x_ptr + source, inside, 0.0).to(ROUNDED).to(tl.float32)
+    source = (columns // columns_each).to(tl.int64) * group_stride + row * row_stride + columns % columns_each
+    x = tl.load(x_ptr + source, inside, 0.0).to(tl.float32)
     if GELU:
         # tanh form: x * sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3)
         x = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
@@ -36,26 +48,74 @@ def _quantize(
 
 def launch_quantize(x_GRC: Tensor, *, gelu: bool) -> QuantRows:
     groups, rows, columns_each = x_GRC.shape
-    into = QuantRows(
-        values_RC=torch.empty((rows, groups * columns_each), device=x_GRC.device, dtype=FP8),
-        scale_R1=torch.empty((rows, 1), device=x_GRC.device, dtype=torch.float32),
-    )
-    launch_into(x_GRC, into, gelu=gelu)
-    return into
-
-
-def launch_into(x_GRC: Tensor, into: QuantRows, *, gelu: bool = False, rounded: torch.dtype = torch.float32) -> None:
-    groups, rows, columns_each = x_GRC.shape
     channels = groups * columns_each
     assert x_GRC.stride(-1) == 1, x_GRC.stride()
-    assert into.values_RC.stride() == (channels, 1), into.values_RC.stride()
-    assert into.scale_R1.stride(0) == 1, into.scale_R1.stride()
-    block = triton.next_power_of_2(channels)
+    values_RC = torch.empty((rows, channels), device=x_GRC.device, dtype=FP8)
+    scale_R1 = torch.empty((rows, 1), device=x_GRC.device, dtype=torch.float32)
+    block = _block(channels)
     _quantize[(rows,)](
-        x_GRC, into.values_RC, into.scale_R1, columns_each, x_GRC.stride(0), x_GRC.stride(1), channels,
-        ROUNDED=ROUNDED[rounded], GELU=gelu, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,
+        x_GRC, values_RC, scale_R1, columns_each, x_GRC.stride(0), x_GRC.stride(1), channels,
+        GELU=gelu, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
+    return QuantRows(values_RC=values_RC, scale_R1=scale_R1)
+
+
+NEVER = 2**31 - 1
+"""First row of a weight that is not there."""
+WEIGHT_FIELDS = tl.constexpr(4)
+"""Numbers of a weight in the table."""
+
+
+@triton.jit
+def _quantize_weights(
+    table_ptr, channels,
+    WEIGHT: tl.constexpr, ROUNDED: tl.constexpr, ALIGNMENT: tl.constexpr, MAX_WEIGHTS: tl.constexpr,
+    LARGEST: tl.constexpr, SMALLEST: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write one row of one weight. All have ``channels``; bytes of rows and addresses are multiples of ALIGNMENT."""
+    row = tl.program_id(0)
+    first_rows = tl.load(table_ptr + tl.arange(0, MAX_WEIGHTS))
+    is_before = first_rows <= row
+    fields = table_ptr + MAX_WEIGHTS + (tl.sum(is_before.to(tl.int32), 0) - 1) * WEIGHT_FIELDS
+    own_row = row - tl.max(tl.where(is_before, first_rows, 0), 0)
+    source = tl.multiple_of(tl.load(fields).to(tl.pointer_type(WEIGHT)), ALIGNMENT)
+    row_stride = tl.multiple_of(tl.load(fields + 1), ALIGNMENT)
+    target = tl.multiple_of(tl.load(fields + 2).to(tl.pointer_type(tl.float8e4nv)), ALIGNMENT)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < channels
+    x = tl.load(source + own_row * row_stride + columns, inside, 0.0).to(ROUNDED).to(tl.float32)
+    step = tl.maximum(tl.max(tl.abs(x), 0), SMALLEST) / LARGEST
+    tl.store(tl.load(fields + 3).to(tl.pointer_type(tl.float32)) + own_row, step)
+    tl.store(target + own_row * channels + columns, (x / step).to(tl.float8e4nv), inside)
+
+
+def launch_weights(weights: Sequence[tuple[Tensor, torch.dtype, QuantRows]]) -> None:
+    """Write ``kernels.quantize_weight`` of each: a weight, the dtype that it is rounded to, and its rows."""
+    groups: dict[tuple[Any, ...], list[tuple[Tensor, QuantRows]]] = {}
+    for weight_NK, rounded, into in weights:
+        channels = weight_NK.shape[1]
+        assert weight_NK.stride(1) == 1, weight_NK.stride()
+        assert into.values_RC.stride() == (channels, 1), into.values_RC.stride()
+        assert into.scale_R1.stride(0) == 1, into.scale_R1.stride()
+        places = weight_NK.data_ptr() | into.values_RC.data_ptr() | weight_NK.stride(0) | channels
+        key = weight_NK.device, channels, weight_NK.dtype, rounded, 1 if places % ALIGNMENT else ALIGNMENT
+        groups.setdefault(key, []).append((weight_NK, into))
+    for (device, channels, dtype, rounded, alignment), group in groups.items():
+        for start in range(0, len(group), MAX_SUMS):
+            some = group[start : start + MAX_SUMS]
+            rows, fields = [len(into.values_RC) for _, into in some], array("q")
+            firsts = [*accumulate(rows, initial=0)][:-1] + [NEVER] * (MAX_SUMS - len(some))
+            for weight_NK, into in some:
+                sources, targets = (weight_NK.data_ptr(), weight_NK.stride(0)), (into.values_RC, into.scale_R1)
+                fields.extend((*sources, *(x.data_ptr() for x in targets)))
+            table = torch.frombuffer(array("q", firsts) + fields, dtype=torch.int64).to(device, non_blocking=True)
+            block = _block(channels)
+            _quantize_weights[(sum(rows),)](
+                table, channels, WEIGHT=ROUNDED[dtype], ROUNDED=ROUNDED[rounded], ALIGNMENT=alignment,
+                MAX_WEIGHTS=MAX_SUMS, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,
+                num_warps=min(16, max(1, block // 512)),
+            )  # fmt: skip
 
 
 BLOCK = 2048
@@ -87,7 +147,7 @@ def _norm_rotate(
     TO_PEERS: tl.constexpr, HAS_BIAS: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    which = tl.program_id(1)
+    which = tl.program_id(1).to(tl.int64)
     token = row // batch
     heads = tl.arange(0, HEADS)
     dims = tl.arange(0, 2 * PAIRS)
@@ -110,10 +170,11 @@ def _norm_rotate(
         turned = tl.join(even * cos - odd * sin, odd * cos + even * sin)
         values = tl.reshape(turned, [HEADS, 2 * PAIRS]).to(qkv_ptr.dtype.element_ty)
     # Head number h is (h // (n1 n2), h // n2 % n1, h % n2) in the destination's three head dims.
-    place = (heads // (heads_1 * heads_2)) * out_0 + (heads // heads_2 % heads_1) * out_1 + (heads % heads_2) * out_2
+    outer, middle, inner = heads // (heads_1 * heads_2), heads // heads_2 % heads_1, heads % heads_2
+    place = outer.to(tl.int64) * out_0 + middle.to(tl.int64) * out_1 + inner.to(tl.int64) * out_2
     target = out_start + token * out_token + (row % batch) * out_batch + which * out_which + place
     if TO_PEERS:  # out_ptr is a table of addresses, one a rank; the middle head dim is the rank
-        addresses = tl.load(out_ptr + heads // heads_2 % heads_1, heads < num_heads, 0)
+        addresses = tl.load(out_ptr + middle, heads < num_heads, 0)
         bases = tl.multiple_of(addresses.to(tl.pointer_type(qkv_ptr.dtype.element_ty)), 16)
         tl.store(bases[:, None] + (target[:, None] + dims[None, :]), values, inside)
     else:
@@ -133,7 +194,7 @@ def launch_norm_and_rotate(qkv_R3HD: Tensor, norms: HeadNorms, out_LB3HD: Tensor
     _norm_rotate[(rows, 2 if in_place else 3)](
         qkv_R3HD, out_LB3HD, *_tables(qkv_R3HD, norms), batch, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
         heads_1, heads_2, 0, token, entry, which, outer, middle, inner, norms.eps,
-        TO_PEERS=False, HAS_BIAS=norms.bias_3HD is not None, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2,
+        TO_PEERS=False, HAS_BIAS=norms.bias_3HD is not None, HEADS=_block(num_heads), PAIRS=dim // 2,
         num_warps=_num_warps(num_heads),
     )  # fmt: skip
 
@@ -164,7 +225,7 @@ def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W:
     _norm_rotate[(rows, 3)](
         qkv_R3HD, addresses_W, *_tables(qkv_R3HD, norms), batch, qkv_R3HD.stride(0), qkv_R3HD.stride(1), num_heads,
         addresses_W.shape[0], each, first_token * token, token, 3 * each * dim, each * dim, 0, 0, dim, norms.eps,
-        TO_PEERS=True, HAS_BIAS=norms.bias_3HD is not None, HEADS=triton.next_power_of_2(num_heads), PAIRS=dim // 2,
+        TO_PEERS=True, HAS_BIAS=norms.bias_3HD is not None, HEADS=_block(num_heads), PAIRS=dim // 2,
         num_warps=_num_warps(num_heads),
     )  # fmt: skip
 
@@ -217,7 +278,7 @@ def launch_norm(
     out_RC = torch.empty_like(x_RC, dtype=FP8 if quantize else x_RC.dtype)
     out_scale_R1 = x_RC.new_empty((rows, 1) if quantize else (1, 1), dtype=torch.float32)
     y, z = (*updates, x_RC, x_RC)[:2]
-    block = triton.next_power_of_2(channels)
+    block = _block(channels)
     _residual_norm[(rows,)](
         x_RC, y, z, gate_SBC, shift_SBC, scale_SBC, out_RC, out_scale_R1,
         modulation.first_rows, shift_SBC.shape[1], channels, _segment_stride(gate_SBC), gate_SBC.stride(1),
@@ -240,7 +301,7 @@ def _push(
     x_ptr, addresses_ptr, rows, columns, target_row_stride, target_column, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
     peer = tl.program_id(1).to(tl.int64)
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     address = tl.load(addresses_ptr + peer).to(tl.pointer_type(x_ptr.dtype.element_ty))
@@ -256,7 +317,7 @@ def push_columns(x_WRC: Tensor, addresses_W: Tensor, rank: int) -> None:
     assert x_WRC.is_contiguous(), x_WRC.stride()
     _push[(triton.cdiv(rows, ROWS_PER_PROGRAM), world)](
         x_WRC, addresses_W, rows, columns, world * columns, rank * columns,
-        ROWS=ROWS_PER_PROGRAM, BLOCK=triton.next_power_of_2(columns), num_warps=4,
+        ROWS=ROWS_PER_PROGRAM, BLOCK=_block(columns), num_warps=4,
     )  # fmt: skip
 
 
@@ -295,7 +356,7 @@ def launch_scaled_norm(
     assert update_RC is None or update_RC.is_contiguous()
     out_RC = torch.empty_like(x_RC, dtype=FP8 if quantize else x_RC.dtype)
     out_scale_R1 = x_RC.new_empty((rows, 1) if quantize else (1, 1), dtype=torch.float32)
-    block = triton.next_power_of_2(channels)
+    block = _block(channels)
     _pre_post_norm[(rows,)](
         x_RC, x_RC if update_RC is None else update_RC, gate_BC, scale_BC, out_RC, out_scale_R1,
         scale_BC.shape[0], channels, gate_BC.stride(0), scale_BC.stride(0), eps,

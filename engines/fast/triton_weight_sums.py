@@ -9,7 +9,9 @@ alone, in one order, so that it has the same bits in a whole weight and in any s
 from __future__ import annotations
 
 import struct
+from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -116,8 +118,9 @@ def launch_sums(sums: Sequence[WeightSum], kind: Kind) -> None:
     device = sums[0].out_NK.device
     tile = TILES[kind.factor.itemsize, kind.is_single]
     values, num_tiles = _table(sums, tile)
+    table_host = torch.frombuffer(values, dtype=torch.int64)
     with torch.cuda.device(device):  # Triton launches on the current device, the thread's own
-        table = torch.tensor(values, dtype=torch.int64).to(device, non_blocking=True)
+        table = table_host.to(device, non_blocking=True)
         _sum[(num_tiles,)](
             table, WEIGHT=TYPES[kind.weight], FACTOR=TYPES[kind.factor],
             PRECISION=FLOAT32_PRECISION if kind.factor == torch.float32 else "ieee", SINGLE=kind.is_single,
@@ -126,7 +129,7 @@ def launch_sums(sums: Sequence[WeightSum], kind: Kind) -> None:
         )  # fmt: skip
 
 
-def _table(sums: Sequence[WeightSum], tile: Tile) -> tuple[list[int], int]:
+def _table(sums: Sequence[WeightSum], tile: Tile) -> tuple[array[int], int]:
     """Return each weight's first tile, the weights' and the products' fields, and the number of tiles."""
     firsts, weights, products = list[int](), list[int](), list[int]()
     num_tiles = num_products = 0
@@ -138,10 +141,24 @@ def _table(sums: Sequence[WeightSum], tile: Tile) -> tuple[list[int], int]:
         num_own = len(one.products)
         weights += (base_NK.data_ptr(), out_NK.data_ptr(), rows, columns, *strides, num_products, num_own)
         for amount, low_rank in one.products:
-            up_NR, down_RK = low_rank.up_NR, low_rank.down_RK
-            (bits,) = struct.unpack("i", struct.pack("f", amount * low_rank.scale))
-            products += (up_NR.data_ptr(), down_RK.data_ptr(), down_RK.shape[0], bits)
+            down_RK = low_rank.down_RK
+            products += (
+                low_rank.up_NR.data_ptr(),
+                down_RK.data_ptr(),
+                down_RK.shape[0],
+                _bits(amount * low_rank.scale),
+            )
         num_products += num_own
         num_tiles += -(-rows // tile.rows) * -(-columns // tile.columns)
     missing = MAX_SUMS - len(sums)
-    return [*firsts, *([NEVER] * missing), *weights, *([0] * (missing * WEIGHT_FIELDS.value)), *products], num_tiles
+    table = array("q", firsts + [NEVER] * missing + weights)
+    table.frombytes(bytes(table.itemsize * missing * WEIGHT_FIELDS.value))
+    table.extend(products)
+    return table, num_tiles
+
+
+@lru_cache
+def _bits(amount: float) -> int:
+    """Return the bits of ``amount`` in float32."""
+    (bits,) = struct.unpack("i", struct.pack("f", amount))
+    return int(bits)

@@ -6,7 +6,7 @@ into three bfloat16 parts each, which have all of their bits. Sums are float32, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from engines.core.model import LowRank
+from engines.core.model import LowRank, WriteWeight
+from engines.fast.kernels import write_weights
 from engines.fast.records import ALIGNMENT, EACH, MAX_SUMS, Kind, Products, WeightSum
 from engines.fast.triton_cache import has_triton
 
@@ -83,38 +84,41 @@ class WeightSums:
 
     def __init__(self) -> None:
         self._pending: dict[Kind, list[WeightSum]] = {}
-        self._after: list[Callable[[], object]] = []
+        self._after: list[tuple[WriteWeight, Tensor]] = []
         self._temporary_bytes = 0
 
     def add(self, base: Tensor, products: Products, into: Tensor) -> None:
         """Write the sum, in the dtype of ``base``, to ``into``. Both are on a device with kernels."""
-        base_NK, out_NK = matrix(base), matrix(into)
-        if base_NK is None:
+        out_NK = matrix(into)
+        if out_NK is None or into.dtype != base.dtype:
+            self.add_new(base, products, (into.copy_,))
+            return
+        if (base_NK := matrix(base)) is None:
             base_NK = base.contiguous().flatten(1)
             self._temporary_bytes += base_NK.nbytes
-        if out_NK is None or into.dtype != base.dtype:
-            self.add_new(base, products, into.copy_)
-            return
         one = WeightSum(out_NK=out_NK, base_NK=base_NK, products=products)
         kind = one.kind
         pending = self._pending.setdefault(kind, [])
         pending.append(one)
         if len(pending) == MAX_SUMS:
             _launch(self._pending.pop(kind), kind)
+        self._flush_if_full()
+
+    def _flush_if_full(self) -> None:
         if self._temporary_bytes > MAX_TEMPORARY_BYTES:
             self.flush()
 
-    def add_new(self, base: Tensor, products: Products, *writers: Callable[[Tensor], object]) -> None:
-        """Pass the sum, in the shape and dtype of ``base``, to each of ``writers``, now or in ``flush``."""
+    def add_new(self, base: Tensor, products: Products, writers: Iterable[WriteWeight]) -> None:
+        """Pass the sum, in the shape and dtype of ``base``, to each of ``writers`` in ``flush``, which may be now."""
         out = torch.empty_like(base, memory_format=torch.contiguous_format)
         self._temporary_bytes += out.nbytes
-
-        def write() -> None:
-            for writer in writers:
-                writer(out)
-
-        self._after.append(write)
+        self._after += [(write, out) for write in writers]
         self.add(base, products, out)
+
+    def write(self, value: Tensor, writers: Iterable[WriteWeight]) -> None:
+        """Pass ``value`` to each of ``writers`` in ``flush``, which may be now."""
+        self._after += [(write, value) for write in writers]
+        self._flush_if_full()
 
     def copied(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return ``tensor`` on ``device``. Pending sums are computed early if copies take much memory."""
@@ -129,28 +133,26 @@ class WeightSums:
         for kind, sums in pending.items():
             _launch(sums, kind)
         after, self._after, self._temporary_bytes = self._after, [], 0
-        for write in after:
-            write()
+        write_weights(after)
 
 
 def new_sum(base: Tensor, products: Products) -> Tensor:
     """Return the sum, in the shape and dtype of ``base``, which is on a device with kernels."""
     found: list[Tensor] = []
     sums = WeightSums()
-    sums.add_new(base, products, found.append)
+    sums.add_new(base, products, (found.append,))
     sums.flush()
     return found[0]
 
 
 @cache
-def warm_up(weight: torch.dtype, factor: torch.dtype, device: torch.device, *, is_vector: bool = False) -> None:
-    """Compile the kernel for weights and factors of these dtypes, or load it: up to a second, once."""
-    if weight not in HALF_DTYPES or not has_kernel(device):
+def warm_up(kind: Kind, device: torch.device) -> None:
+    """Compile the kernel of ``kind``, or load it: half a second, once."""
+    if kind.weight not in HALF_DTYPES or not has_kernel(device):
         return
-    base = torch.zeros(EACH, dtype=weight, device=device)
-    base = base if is_vector else base.repeat(EACH, 1)
-    up_NR = torch.zeros(EACH, EACH, dtype=factor, device=device)
-    products = [(1.0, LowRank(up_NR=up_NR, down_RK=up_NR[:, :1].contiguous() if is_vector else up_NR))]
+    base = torch.zeros(EACH, kind.each, dtype=kind.weight, device=device)
+    up_NR = torch.zeros(EACH, EACH, dtype=kind.factor, device=device)
+    products = [(1.0, LowRank(up_NR=up_NR, down_RK=up_NR[:, : kind.each].contiguous()))] * (2 - kind.is_single)
     if fits(base, products, device):
         new_sum(base, products)
 

@@ -21,6 +21,7 @@ from pipelines.blocks.captured import CapturedForward, form_of, run_as_captured
 from pipelines.blocks.offloaded_layers import text_encoders_of
 from pipelines.vae.fused import fuse_decoder
 from pipelines.vae.fused_clips import check_preparable, fuse_clip_decoder, fused_dtype, is_supported_clip_decoder
+from pipelines.vae.layers import is_supported_decoder
 
 INDUCTOR = "inductor"
 BIAS = "compute_bias"
@@ -134,6 +135,24 @@ def _contiguous(compute: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return compute(*args, **options).contiguous()
 
     return run
+
+
+def compiled_bytes(vae: Any) -> int:
+    """Return what ``compile_decoder`` adds to the weights on CUDA, of an auto-encoder (or None) on "meta".
+
+    A picture's decoder is copied. A clip's has more weights than before, and half as many bytes each if it is float32.
+    """
+    decoder: Any = getattr(vae, "decoder", None)
+    if is_supported_clip_decoder(decoder):
+        fused = copy.deepcopy(decoder)
+        with torch.device("meta"):
+            fused = fuse_clip_decoder(fused, fused_dtype(fused))
+        return _weight_bytes(fused) - _weight_bytes(decoder)
+    return _weight_bytes(decoder) if is_supported_decoder(decoder) else 0
+
+
+def _weight_bytes(module: nn.Module) -> int:
+    return sum(weight.nbytes for weight in module.parameters())
 
 
 def compile_decoder(vae: Any, backend: str = INDUCTOR) -> tuple[CompiledForward, ...]:

@@ -21,6 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from engines.core.logs import log_level
 from engines.core.torch_private import TorchDispatchMode, tree_leaves
 from pipelines.blocks import tree
+from pipelines.blocks.compilation import compiled_bytes
 from pipelines.blocks.offloaded_layers import ENCODERS, NO_LAYERS, NOT_FOR_PROMPTS, LayerBytes, layer_bytes
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.directory import part_folder, quantiser_of
@@ -178,6 +179,8 @@ class Footprint:
     """Tokens of the counted prompt."""
     prompt: StageWork
     """Work of encoding the prompt."""
+    compiled_bytes: int = 0
+    """What ``decoder.compile`` adds to the decoder's weights on a GPU."""
     decode: StageWork | None = None
     """Work of decoding one request (None: unknown before a request)."""
     decode_bytes: int | None = None
@@ -216,6 +219,7 @@ def footprint(opened: OpenedPipeline, num_tokens: int, latents: Mapping[str, Any
             flops=2.0 * num_tokens * sum(weight.numel() for weight in weights),
             moved_bytes=float(sum(weight.nbytes for weight in weights)),
         ),
+        compiled_bytes=compiled_bytes(decoder.get("vae")),
         decode=work,
         decode_bytes=decode_bytes,
         layers=sum(map(layer_bytes, readers.values()), NO_LAYERS) if can_move else NO_LAYERS,

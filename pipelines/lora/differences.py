@@ -13,7 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from engines.parallel.weight_files import is_finite
-from pipelines.lora.translation import ALPHA, DOWN, MAKERS_PREFIXES, UP, layer_of, shown, translate_weights
+from pipelines.lora.translation import (
+    ALPHA,
+    DOWN,
+    MAKERS_PREFIXES,
+    UP,
+    keys_by_name,
+    layer_of,
+    shown,
+    translate_weights,
+)
 
 ENDS = {".diff": ".weight", ".diff_b": ".bias", ".diff_m": ".modulation"}
 FLAT_NAMES = "lora_"
@@ -35,7 +44,7 @@ def by_parameter(differences: Mapping[str, Tensor], module: nn.Module, path: Pat
     other names, unless their values are zero.
     """
     parameters = {name for name, _ in module.named_parameters()}
-    origin = {_parameter(key): key for key in differences}
+    origin = keys_by_name(differences, _parameter)
     if all(name in parameters for name in origin):  # a translation may change the rows of names that it leaves
         return {name: differences[key] for name, key in origin.items()}
     makers = {name: differences[key] for name, key in origin.items()}
@@ -93,7 +102,10 @@ def as_products(
             if found:
                 layers.setdefault(layer, {})[f"{mark[1:-1]} {name}"] = factor
     alphas = {layer: tensors[layer + ALPHA] for layer in layers if layer + ALPHA in tensors}
-    pairs = {key: x for key, x in tensors.items() if not has_factors([key]) and layer_of(key) not in layers}
+    pairs = {key: x for key, x in tensors.items() if layer_of(key) not in layers}
+    ends = (ALPHA, *FACTORS)
+    if others := [key for key in tensors if key not in pairs and not any(end in key for end in ends)]:
+        raise ValueError(f"{shown(others)} belong to layers that have factors of LoKr or LoHa as well: keep one kind")
     num_bytes = 0
     for layer, parts in layers.items():
         up_NR, down_RK, rank = _product(layer, parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -28,6 +29,7 @@ from pipelines.lora.translation import (
     by_loader,
     by_own_names,
     by_weights,
+    keys_by_name,
     layer_of,
     read_adapter,
     shown,
@@ -38,9 +40,10 @@ from pipelines.lora.translation import (
 TRANSFORMER = "transformer"
 OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".magnitude": "DoRA"}
 """Unsupported kinds of adapters, by a part of their keys."""
-TEXT_PARTS = ("text_encoder", "text_model", "text_conditioner")
-OTHER_PARTS = (*TEXT_PARTS, "transformer", "unet", "connectors", "image_encoder", "vae", "controlnet")
-"""Prefixes of the names of pipeline parts."""
+OTHER_PARTS = re.compile(
+    r"(text_encoder|text_model|text_conditioner|transformer|unet|connectors|image_encoder|vae|controlnet)[s_\d]*\."
+)
+"""Prefixes of keys by pipeline parts."""
 CONFIGS = {PEFT_PREFIX: peft_config, "": written_config}
 """Reader of the config by prefix of keys: PEFT saved the adapter, or a transformer alone."""
 
@@ -251,15 +254,16 @@ def _select_part(layers: Layers, source: LoraSource, path: Path, pipeline_class:
         name = source.part
     prefix = f"{name}."
     others = [key for key in layers.tensors if not key.startswith(prefix) and not are_layers_of(module, [key])]
-    if unknown := [key for key in others if not key.startswith(OTHER_PARTS)]:
+    if unknown := [key for key in others if not OTHER_PARTS.match(key)]:
         raise ValueError(f"{path} has {shown(unknown)}, for which no part of the model has a place")
     if others and not source.part:
         raise ValueError(
             f"{path} is not for the {name} alone: {shown(others)} belong to other parts, which are served as they "
             f"are. If the picture can do without, say part: {name}, and they are left out"
         )
+    own, alphas = (keys_by_name(keys, lambda key: key.removeprefix(prefix)) for keys in (layers.tensors, layers.alphas))
     return Layers(
-        tensors={key.removeprefix(prefix): x for key, x in layers.tensors.items() if key not in others},
-        alphas={key.removeprefix(prefix): alpha for key, alpha in layers.alphas.items()},
+        tensors={name: layers.tensors[key] for name, key in own.items() if key not in others},
+        alphas={name: layers.alphas[key] for name, key in alphas.items()},
         config={key.removeprefix(prefix): value for key, value in layers.config.items()},
     )

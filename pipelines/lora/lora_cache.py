@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import threading
 from collections import OrderedDict
@@ -147,8 +146,6 @@ class LoraCache(Mapping[str, Addition]):
             raise ValueError(str(error).replace(str(path), f"the adapter {lora.name!r}")) from None
         except (ArithmeticError, AttributeError, TypeError) as error:  # of a config by a stranger
             raise ValueError(f"the config of the adapter {lora.name!r} has a value of another kind ({error})") from None
-        if not all(math.isfinite(low_rank.scale) for low_rank in found.values()):
-            raise ValueError(f"the config of the adapter {lora.name!r} has an alpha that is not finite")
         num_bytes = sum(x.nbytes for low_rank in found.values() for x in (low_rank.up_NR, low_rank.down_RK))
         if num_bytes > self._limits.memory_bytes:
             raise ValueError(

@@ -12,7 +12,7 @@ from torch import nn
 from engines.additions import MergingSource, merge
 from engines.core.model import Addition, DenoiserModel, LowRank, LowRanks
 from pipelines.lora.files import Layers, read_layers
-from pipelines.lora.source import LoraSource
+from pipelines.lora.source import MAX_SCALE, LoraSource
 from pipelines.lora.translation import DOWN, UP, UP_BIAS, layer_of, shown
 
 
@@ -69,17 +69,24 @@ def read_low_ranks(
             f"than those of {type(module).__name__}, {wrong[0]} {_shape(found[wrong[0]])} for "
             f"{tuple(parameters[wrong[0]].shape)}"
         )
+    for name, addition in found.items():
+        if not abs(addition.scale) * MAX_SCALE <= torch.finfo(torch.float32).max:
+            raise ValueError(f"{source.path} has the scale {addition.scale:g} for {name}: is its alpha damaged?")
     return found
 
 
 def _of_pairs(layers: Layers) -> Iterable[tuple[str, LowRank]]:
-    """Yield the products of pairs by parameter. ValueError for keys without a partner."""
+    """Yield the products of pairs by parameter. ValueError for keys without a partner, and for other shapes."""
     tensors = layers.tensors
     names = tuple(dict.fromkeys(layer_of(key) for key in tensors))
     expected = {f"{layer}{end}" for layer in names for end in (UP, DOWN, UP_BIAS)}
     single = [layer for layer in names if not {layer + UP, layer + DOWN} <= set(tensors)]
     if unpaired := sorted((set(tensors) - expected) | {key for key in tensors if layer_of(key) in single}):
         raise ValueError(f"an adapter's keys come in pairs of lora_A and lora_B; these are none: {shown(unpaired)}")
+    if odd := [key for key, x in tensors.items() if (x.ndim > 1) == key.endswith(UP_BIAS) or not x.numel()]:
+        raise ValueError(
+            f"factors are matrices and biases vectors, with at least one element; these are not: {shown(odd)}"
+        )
     for layer in names:
         down_RK, up_NR = (tensors[layer + end].flatten(1) for end in (DOWN, UP))
         scale = layers.scale(layer, down_RK.shape[0])

@@ -49,23 +49,36 @@ def read_adapter(path: Path) -> dict[str, Tensor]:
             tensors[key] = tensor = tensor.to(EIGHT_BITS[tensor.dtype])
         if not is_finite(tensor):
             raise ValueError(f"{path} has values that are not finite in {key}: the adapter is damaged")
+        if not (tensor.is_floating_point() or key.endswith(ALPHA)):
+            raise ValueError(f"{path} has {key} in {str(tensor.dtype).removeprefix('torch.')}: save it in float")
     return tensors
+
+
+def keys_by_name(keys: Iterable[str], name_of: Callable[[str], str]) -> dict[str, str]:
+    """Return ``keys`` by their other names. ValueError if two have one name: all but the last would be lost."""
+    found: dict[str, str] = {}
+    for key in keys:
+        if (other := found.setdefault(name_of(key), key)) != key:
+            raise ValueError(f"an adapter's keys {other} and {key} stand for one tensor: keep one of them")
+    return found
 
 
 def without_adapter_name(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return ``tensors`` without PEFT's name of the adapter in keys."""
-    return {ADAPTER_NAME.sub(r"\1.", key): tensor for key, tensor in tensors.items()}
+    names = keys_by_name(tensors, lambda key: ADAPTER_NAME.sub(r"\1.", key))
+    return {name: tensors[key] for name, key in names.items()}
 
 
 def as_pairs(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
     """Return ``tensors`` by keys without ``prefix``, each half of a pair as PEFT names it."""
-    spelled: dict[str, Tensor] = {}
-    for key, tensor in tensors.items():
+
+    def spelled(key: str) -> str:
         name = key.removeprefix(prefix)
         for end, own in OTHER_SPELLINGS.items():
             name = name.removesuffix(end) + own if name.endswith(end) else name
-        spelled[name] = tensor
-    return spelled
+        return name
+
+    return {name: tensors[key] for name, key in keys_by_name(tensors, spelled).items()}
 
 
 def layer_of(key: str) -> str:
@@ -198,7 +211,7 @@ def as_flat_pairs(tensors: Mapping[str, Tensor]) -> dict[str, Tensor] | None:
         if (end := next((end for end in ends if key.endswith(end)), None)) is None or not prefix:
             return None
         flat[f"lora_unet_{key.removesuffix(end).replace('.', '_')}{ends[end]}"] = tensor
-    return flat
+    return flat if len(flat) == len(tensors) else None
 
 
 def with_points(tensors: Mapping[str, Tensor], module: nn.Module) -> dict[str, Tensor] | None:

@@ -16,6 +16,14 @@ from pipelines.lora.differences import as_products
 from pipelines.lora.source import LoraSource
 from tests.pipelines.lora.support.keys import Tensors, added, check, pair, plain, written
 
+PROJ_OUT = torch.ones(16, 64)
+ODD = r"factors are matrices and biases vectors, with at least one element; these are not: proj_out\.lora_"
+
+
+def own(spelling: str = "A") -> Tensors:
+    return pair("transformer.proj_out", *PROJ_OUT.shape, spelling=spelling)
+
+
 LOST: dict[str, tuple[str, Callable[[str], Tensors], str]] = {
     "a bias that diffusers drops": (
         "flux",
@@ -48,6 +56,49 @@ LOST: dict[str, tuple[str, Callable[[str], Tensors], str]] = {
             pair("transformer.proj_out", 16, 64, spelling="A") | {"transformer.proj_out.magnitude": torch.ones(16)}
         ),
         "is a DoRA adapter",
+    ),
+    "a pair beside LoKr": (
+        "flux",
+        lambda _: own() | {"transformer.proj_out.lokr_w1": torch.ones(1, 1), "transformer.proj_out.lokr_w2": PROJ_OUT},
+        r"transformer\.proj_out\.lora_A\.weight, .* belong to layers that have factors of LoKr or LoHa as well",
+    ),
+    "a half by two names": (
+        "flux",
+        lambda _: own() | own("down"),
+        r"transformer\.proj_out\.lora_\w+\.weight and transformer\.proj_out\.lora_\w+\.weight stand for one tensor",
+    ),
+    "a half with and without the adapter's name": (
+        "flux",
+        lambda _: own() | own("default"),
+        r"transformer\.proj_out\.lora_\S+ and transformer\.proj_out\.lora_\S+ stand for one tensor",
+    ),
+    "an alpha by two names": (
+        "flux",
+        lambda _: own() | {f"{prefix}proj_out.alpha": torch.tensor(2.0) for prefix in ("transformer.", "")},
+        r"proj_out and \S*proj_out stand for one tensor",
+    ),
+    "a difference by two names": (
+        "flux",
+        lambda _: {f"{prefix}proj_out.diff": PROJ_OUT.clone() for prefix in ("diffusion_model.", "")},
+        r"(diffusion_model\.)?proj_out\.diff and (diffusion_model\.)?proj_out\.diff stand for one tensor",
+    ),
+    "a block that the model has not, without the part's name": (
+        "flux",
+        lambda _: own() | pair("transformer_blocks.59.attn.to_q", 64, 64, spelling="A"),
+        r"has transformer_blocks\.59\.attn\.to_q\.lora_A\.weight, .* for which no part of the model has a place",
+    ),
+    "whole numbers": (
+        "flux",
+        lambda _: {key: x.to(torch.int8) for key, x in own().items()},
+        r"transformer\.proj_out\.lora_A\.weight in int8",
+    ),
+    "vectors": ("flux", lambda _: {key: x.flatten() for key, x in own().items()}, ODD),
+    "a rank of 0": ("flux", lambda _: {key: x[:0] if "_A" in key else x[:, :0] for key, x in own().items()}, ODD),
+    "a bias of two dims": ("flux", lambda _: own() | {"transformer.proj_out.lora_B.bias": torch.ones(16, 3)}, ODD),
+    "an alpha beyond float32": (
+        "flux",
+        lambda _: own() | {"transformer.proj_out.alpha": torch.tensor(1e300, dtype=torch.float64)},
+        "has the scale 5e[+]299 for proj_out.weight",
     ),
 }
 

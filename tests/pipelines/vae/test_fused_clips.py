@@ -52,6 +52,16 @@ def pair(name: str, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
     return plain, fused
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("dtype", "fused_dtype"), [(torch.float32, torch.float16), (torch.bfloat16, torch.bfloat16)])
+def test_estimates_count_fused_weights(name: str, dtype: torch.dtype, fused_dtype: torch.dtype) -> None:
+    plain = VAES[name]().to(dtype)
+    fused = copy.deepcopy(plain)
+    fuse_clip_decoder(fused.decoder, fused_dtype)
+    before, after = (sum(weight.nbytes for weight in vae.decoder.parameters()) for vae in (plain, fused))
+    assert compilation.compiled_bytes(plain.to("meta")) == after - before
+
+
 def decoded(vae: Any, latents_BCFHW: Tensor) -> Tensor:
     pixels: Tensor = vae.decode(latents_BCFHW, return_dict=False)[0]
     return pixels

@@ -200,9 +200,44 @@ def check_quantization(device: str) -> None:
         )
     got, expected = (blank_rows(9, 30, where) for where in (device, "cpu"))
     narrow = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter cuts bfloat16 off, too
-    triton_kernels.launch_into(wide[None, :, :30].to(device), got[1:8], rounded=narrow)
+    triton_kernels.launch_weights([(wide.to(device)[:, :30], narrow, got[1:8])])
     quantize_weight(wide[:, :30], narrow, expected[1:8])
     close(got, expected)
+    check_weights_together(device)
+
+
+def check_weights_together(device: str) -> None:
+    """More weights than a launch takes, of several sizes and dtypes: the same bytes as one by one."""
+    several: list[tuple[Tensor, torch.dtype, QuantRows]] = []
+    for number in range(9):
+        columns, dtype = ((32, torch.float16), (30, torch.float16), (30, torch.float32))[number % 7 % 3]
+        weight = torch.randn(1 + number % 3, 40, device=device).to(dtype)[:, :columns]
+        several.append((weight, torch.float16, blank_rows(len(weight), columns, device)))
+    with patch.object(triton_kernels, "MAX_SUMS", 2):
+        triton_kernels.launch_weights(several)
+    for weight, rounded, got in several:
+        alone, expected = (blank_rows(len(weight), weight.shape[1], where) for where in (device, "cpu"))
+        triton_kernels.launch_weights([(weight, rounded, alone)])
+        assert got.values_RC.view(torch.uint8).equal(alone.values_RC.view(torch.uint8))
+        assert got.scale_R1.equal(alone.scale_R1)
+        quantize_weight(weight.cpu(), rounded, expected)
+        close(got, expected)
+
+
+def check_offsets_beyond_int32(device: str) -> None:
+    """Groups of columns, heads of several ranks, and q, k and v, each 2**30 elements apart in one memory."""
+    far = torch.empty(2**31 + 100, dtype=torch.float16, device=device)  # on a CPU, few pages of it are touched
+    columns = far.as_strided((3, 2, 8), (2**30, 8, 1)).copy_(torch.randn(3, 2, 8))
+    close(triton_kernels.launch_quantize(columns, gelu=False), quantize_rows(columns.cpu()))
+    angles = torch.randn(1, 4)
+    norms = HeadNorms(weight_S2D=torch.randn(1, 2, 8), cos_LP=angles.cos(), sin_LP=angles.sin(), first_rows=1)
+    there = replace(norms, **{name: getattr(norms, name).to(device) for name in ("weight_S2D", "cos_LP", "sin_LP")})
+    for which, head in ((8, 2**30), (2**30, 8)):
+        qkv = torch.randn(1, 3, 3, 8).half()
+        got, expected = far.as_strided((1, 1, 3, 3, 8), (1, 1, which, head, 1)), torch.empty(1, 1, 3, 3, 8)
+        triton_kernels.launch_norm_and_rotate(qkv.to(device), there, got)
+        norm_and_rotate(qkv, norms, expected)
+        close(got, expected, 1e-3)
 
 
 def blank_rows(rows: int, channels: int, device: str) -> QuantRows:
@@ -361,6 +396,7 @@ def main(device: str) -> None:
     check_heads(device, heads=6, dim=8, outer=1, inner=3)
     check_heads(device, heads=6, dim=8, outer=1, inner=4)
     check_quantization(device)
+    check_offsets_beyond_int32(device)
     for channels in (24, 32):
         check_frames(device, channels)
         check_clip_frames(device, channels)
