@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -62,7 +63,7 @@ def listening(processes: Iterable[psutil.Process]) -> list[Listening]:
     found: list[Listening] = []
     for process in processes:
         name: str = of_living(process.name, "")
-        sockets = of_living(partial(process.net_connections, "inet"), [])
+        sockets: list[Any] = of_living(partial(process.net_connections, "inet"), [])
         addresses = Counter(_kind(one.laddr.ip) for one in sockets if one.status == psutil.CONN_LISTEN)
         found += [
             Listening(pid=process.pid, process=name, address=address, number=number)

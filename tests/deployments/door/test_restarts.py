@@ -65,8 +65,9 @@ def test_one_that_is_stopped_is_not_asked_before_it_is_replaced(
         first = door.pid
         assert client.get("/").status_code == 200
         with monkeypatch.context() as patch:
-            patch.setattr(heartbeat.Heartbeat, "_is_alive", lambda beat: True)
-            time.sleep(0.3)  # no question is under way
+            looked = threading.Event()
+            patch.setattr(heartbeat.Heartbeat, "_is_alive", lambda beat: looked.set() is None)
+            wait_until(looked.is_set, "no question is under way")
             os.kill(first, signal.SIGSTOP)
         wait_until(lambda: door.pid != first, "another process")
 
