@@ -9,7 +9,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -63,7 +62,7 @@ def listening(processes: Iterable[psutil.Process]) -> list[Listening]:
     found: list[Listening] = []
     for process in processes:
         name: str = of_living(process.name, "")
-        sockets: list[Any] = of_living(partial(process.net_connections, "inet"), [])
+        sockets = of_living(partial(process.net_connections, "inet"), [])
         addresses = Counter(_kind(one.laddr.ip) for one in sockets if one.status == psutil.CONN_LISTEN)
         found += [
             Listening(pid=process.pid, process=name, address=address, number=number)

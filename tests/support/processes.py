@@ -5,25 +5,23 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import psutil
-
-T = TypeVar("T")
 
 
 def cmdline(process: psutil.Process) -> list[str]:
     """The words of its command line; none for a process that has ended, or is about to."""
-    return of_living(process.cmdline, [])
+    words: list[str] = of_living(process.cmdline, [])
+    return words
 
 
-def of_living(ask: Callable[[], Any], otherwise: T) -> T:
+def of_living(ask: Callable[[], Any], otherwise: Any) -> Any:
     """What ``ask`` returns of a process; ``otherwise`` for one that has ended, or is about to."""
     try:
-        answer: T = ask()
+        return ask()
     except psutil.Error:
         return otherwise
-    return answer
 
 
 def paths_in(folder: Path) -> Iterator[Path]:
