@@ -83,8 +83,9 @@ def _sentence(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:
         return " is missing"
     if error["type"] == "value_error":
         return f": {error['ctx']['error']}"
-    quoted = ' (YAML reads off as false: write "off")' if error["input"] is False and OFF.search(str(error)) else ""
-    return f" is {shown(error['input'])}: {formatted(error, CONFIG_SENTENCES)}{quoted}"
+    allowed = formatted(error, CONFIG_SENTENCES)
+    quoted = ' (YAML reads off as false: write "off")' if error["input"] is False and OFF.search(allowed) else ""
+    return f" is {shown(error['input'])}: {allowed}{quoted}"
 
 
 def _nearest_key(error: Mapping[str, Any], json_schema: Mapping[str, Any]) -> str:

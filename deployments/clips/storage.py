@@ -128,7 +128,10 @@ class Orphans:
 
     def sweep(self, unknown_ids: set[str]) -> None:
         """Delete folders of ``unknown_ids`` and partial files that were orphans for ``patience_s``."""
-        orphans = {self.root / clip_id for clip_id in unknown_ids} | set(self.root.glob("*/.*"))
+        orphans = {self.root / clip_id for clip_id in unknown_ids}
+        for name in self.folders():
+            with suppress(FileNotFoundError):  # the clip was deleted meanwhile
+                orphans.update((self.root / name).glob(".*"))
         now_s = time.monotonic()
         self._since_s = {path: self._since_s.get(path, now_s) for path in orphans}
         for path, since_s in self._since_s.items():

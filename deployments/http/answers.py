@@ -119,9 +119,9 @@ class Model(BaseModel):
             changes = {**nothing, "id": f"{card.name}{BEHIND}{name}", "parent": card.name}
             if name in card.recipes:
                 defaults = recipe_defaults(name, card)
-                has_steps = defaults.num_inference_steps != card.defaults.num_inference_steps
-                steps = dict.fromkeys(model.steps, defaults.num_inference_steps) if has_steps else model.steps
-                changes |= {"defaults": defaults, "steps": steps}
+                steps = {quality: steps_of_quality(quality, card, name) for quality in model.steps}
+                pictures = None if model.picture_defaults is None else defaults.of("image")
+                changes |= {"defaults": defaults, "steps": steps, "picture_defaults": pictures}
             yield model.model_copy(update=changes)
 
 

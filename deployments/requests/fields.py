@@ -70,9 +70,11 @@ def _picture(written: object) -> bytes | str:
 
 def _video(written: object) -> bytes | str:
     """Return the bytes of a file, their data URL, or the id of a file or clip, unchecked."""
+    is_id = False
     if isinstance(written, Mapping) and len(written) == 1 and next(iter(written)) in VIDEO_KEYS:
-        (written,) = written.values()
-    if isinstance(written, bytes | str):
+        ((key, written),) = written.items()
+        is_id = key != "video_url"
+    if isinstance(written, bytes | str) and (not is_id or str(written).startswith(ID_STARTS)):
         return written
     raise PydanticCustomError("video", VIDEO_SENTENCE)
 
@@ -154,6 +156,8 @@ def _is_number(value: object) -> bool:
 
 
 VIDEO_KEYS = ("video_url", "file_id", "id")
+ID_STARTS = ("file-", "video_")
+"""Beginnings of the ids of files and clips."""
 VIDEO_SENTENCE = (
     'it must be one clip: a file, a data URL, {"video_url": a data URL}, {"file_id": that of a file of /v1/files}, or '
     '{"id": that of a clip of /v1/videos}'

@@ -78,9 +78,12 @@ def recipe_of_quality(body: MediaBody, card: ModelCard) -> str | None:
     return card.qualities.get(QUALITIES[body.quality or "auto"])
 
 
-def steps_of_quality(quality: Quality, card: ModelCard) -> int:
-    """Return the number of steps that ``quality`` stands for: its recipe's, or a share of the model's default."""
-    recipe = card.recipes.get(card.qualities.get(quality, ""), NO_RECIPE)
+def steps_of_quality(quality: Quality, card: ModelCard, name: str | None = None) -> int:
+    """Return the number of steps of ``quality``: its recipe's, or a share of the model's default.
+
+    ``name``: requests name that recipe, which then is the one that counts.
+    """
+    recipe = card.recipes.get(card.qualities.get(quality, "") if name is None else name, NO_RECIPE)
     given = len(recipe.sigmas or recipe.timesteps) or recipe.num_inference_steps
     return given or quality_steps(quality, card.defaults)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 
@@ -13,6 +14,7 @@ from tests.deployments.support.bare import assert_same_picture, bare_frames
 from tests.deployments.support.commands import short_folder
 from tests.deployments.support.fake_nodes import FakeNodes, fake_nodes
 from tests.deployments.support.live import asked_for, config_of, is_healthy, picture, pixels_of, wait_until
+from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.ray
 
@@ -35,6 +37,8 @@ STAGE_SCALING = SCALING | {"max_replicas": 1}
 STAGES_OF_APART = ("TextEncoder-apart", "Denoiser-apart", "VaeDecoder-apart")
 BY_WORK = {"min_replicas": 0, "max_replicas": 2, "target_wait_s": 1.0, "idle_s": 3.0}
 IDLE_TIMEOUT_S = 3.0
+START_S = 3 * PATIENCE_S
+"""Nodes start on busy cores, and gangs on them."""
 NUM_CLIENTS = 4
 """Enough for two gangs, as one is for one."""
 LONG = {"num_inference_steps": 24}
@@ -63,7 +67,7 @@ def url(cluster: FakeNodes) -> Iterator[str]:
     with reserved_port(HOST) as port:
         cluster.deploy(parse_config(document).with_http(port=port))
         url = f"http://{HOST}:{port}"
-        wait_until(lambda: is_healthy(url), "the application is ready, without a gang")
+        wait_until(lambda: is_healthy(url), "the application is ready, without a gang", patience_s=START_S)
         yield url
 
 
@@ -99,7 +103,7 @@ def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(
 ) -> None:
     assert is_healthy(url)
     with asked_for(url, [first["pictures"]]):
-        gangs = wait_until(lambda: cluster.gangs(GANGS), "the gang, which nobody had told to stay")
+        gangs = wait_until(lambda: cluster.gangs(GANGS), "the gang, which nobody had told to stay", patience_s=START_S)
         (node_id,) = gangs.values()
         (node,) = [node for node in cluster.workers() if node.node_id == node_id]
         assert node.node_type == "gpu4", "the smallest that holds the gang"
@@ -108,7 +112,9 @@ def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(
 
 def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str, first: dict[str, bytes]) -> None:
     with asked_for(url, [first["wide"]], model="wide"):
-        node_ids = wait_until(lambda: nodes_of_newest_gang(cluster, "wide"), "the gang, which nobody had told to stay")
+        node_ids = wait_until(
+            lambda: nodes_of_newest_gang(cluster, "wide"), "the gang, which nobody had told to stay", patience_s=START_S
+        )
         assert len(set(node_ids)) == 2
         assert set(node_ids) <= {node.node_id for node in cluster.workers()}, "neither is the head"
     assert_right(first["wide"], seed=0)
@@ -118,11 +124,13 @@ def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str, fi
 def test_a_node_that_dies_under_load_costs_no_request(cluster: FakeNodes, url: str, pictures: list[bytes]) -> None:
     num_lost = len(cluster.lost_requests())
     with asked_for(url, pictures, num_clients=NUM_CLIENTS, **LONG):
-        busy = wait_until(lambda: cluster.busy_nodes() & {*cluster.gangs(GANGS).values()}, "a gang that works")
+        busy = wait_until(
+            lambda: cluster.busy_nodes() & {*cluster.gangs(GANGS).values()}, "a gang that works", patience_s=START_S
+        )
         node_id = next(iter(busy))
         next(node.raylet for node in cluster.workers() if node.node_id == node_id).kill()
         wait_until(lambda: len(cluster.lost_requests()) > num_lost, "Ray notices, and requests lose their gang")
-        wait_until(lambda: set(cluster.gangs(GANGS).values()) - {node_id}, "a gang on another node")
+        wait_until(lambda: set(cluster.gangs(GANGS).values()) - {node_id}, "a gang on another node", patience_s=START_S)
     wait_until(lambda: node_id not in cluster.gangs(GANGS).values(), "Serve knows that the gang is gone")
 
 
@@ -130,8 +138,14 @@ def test_nodes_and_gangs_follow_the_load_and_lose_no_request(
     cluster: FakeNodes, url: str, pictures: list[bytes]
 ) -> None:
     with asked_for(url, pictures, num_clients=NUM_CLIENTS, **LONG):
-        wait_until(lambda: len(set(cluster.gangs(GANGS).values())) == 2, "a second gang on a second node")
-        wait_until(lambda: len(cluster.busy_nodes() & {*cluster.gangs(GANGS).values()}) == 2, "both gangs work")
+        wait_until(
+            lambda: len(set(cluster.gangs(GANGS).values())) == 2, "a second gang on a second node", patience_s=START_S
+        )
+        wait_until(
+            lambda: len(cluster.busy_nodes() & {*cluster.gangs(GANGS).values()}) == 2,
+            "both gangs work",
+            patience_s=START_S,
+        )
     with asked_for(url, pictures, **LONG):
         wait_until(lambda: len(cluster.gangs(GANGS)) == 1, "one gang goes, in the midst of work")
     wait_until(lambda: not cluster.gangs(GANGS), "nobody asks, and there is no gang")
@@ -146,7 +160,10 @@ def test_nodes_of_encoder_and_decoder_end_while_the_api_stays(cluster: FakeNodes
     made = picture(url, model="apart", seed=0)
     assert_right(made, seed=0)
     with asked_for(url, [made], model="apart"):
-        stages = {name: wait_until(lambda: cluster.gangs(name), f"a replica of {name}") for name in STAGES_OF_APART}  # noqa: B023
+        stages = {
+            name: wait_until(partial(cluster.gangs, name), f"a replica of {name}", patience_s=START_S)
+            for name in STAGES_OF_APART
+        }
         nodes = {node_id for replicas in stages.values() for node_id in replicas.values()}
         assert head not in nodes
         assert nodes <= {node.node_id for node in cluster.workers()}

@@ -62,6 +62,10 @@ CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
         ],
     ),
     (
+        lambda document: models(document)[0].update(recipes={"hands-off": {"scheduler": False}}),
+        ["models.flux-shapes.recipes.hands-off.scheduler is false: it must be text"],
+    ),
+    (
         lambda document: models(document)[0]["denoiser"].update(nccl={"max_cta": 3}, torch={"peer": "no"}),
         [
             "models.flux-shapes.denoiser.nccl.max_cta is no key here: did you mean max_ctas?",
@@ -113,7 +117,8 @@ def test_a_line_for_each_mistake(change: Callable[[dict[str, Any]], Any], expect
     lines = str(caught.value).splitlines()
     assert len(lines) == len(expected), lines
     for line, beginning in zip(lines, expected, strict=True):
-        assert line.startswith(beginning)
+        assert line.startswith(beginning), line
+        assert ("YAML" in line) == ("YAML" in beginning), line
 
 
 @pytest.mark.parametrize("document", [None, [1], "flux-shapes", 3])

@@ -441,7 +441,7 @@ with forking_cluster():
     worker = psutil.Process(int(holder.stdout.readline()))
     started = [worker, *psutil.Process(holder.pid).children(recursive=True)]
     assert len(started) >= 4, "a worker, its shim, and two zygotes"
-    (folder,) = {Path(word) for one in started for word in one.cmdline() if word.startswith(f"{apart}/troupe_zygotes_")}
+    (folder,) = {Path(word) for one in started for word in cmdline(one) if word.startswith(f"{apart}/troupe_zygotes_")}
     if with_zygotes:
         for process in started:
             process.kill()

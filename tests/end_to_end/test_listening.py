@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import psutil
 
 from tests.deployments.support.live import wait_until
 from tests.support.listening import CLUSTER, ONE_MACHINE, Listening, differences, listening, rows
-from tests.support.processes import cmdline
+from tests.support.processes import cmdline, of_living
 
 OF_THE_APPLICATION = ("gcs_server", "raylet", "haproxy")
 ZYGOTE = "deployments.zygote"
@@ -18,11 +19,11 @@ ZYGOTE = "deployments.zygote"
 def processes() -> list[psutil.Process]:
     """Processes of the cluster and the door with all their children, without this process and those of other tests."""
     roots = [one for one in psutil.Process().children() if is_root(one)]
-    return roots + [one for root in roots for one in root.children(recursive=True)]
+    return roots + [one for root in roots for one in of_living(partial(root.children, recursive=True), [])]
 
 
 def is_root(process: psutil.Process) -> bool:
-    return process.name() in OF_THE_APPLICATION or ZYGOTE in cmdline(process)
+    return of_living(process.name, "") in OF_THE_APPLICATION or ZYGOTE in cmdline(process)
 
 
 def test_what_listens_in_a_cluster_is_in_the_table(url: str) -> None:

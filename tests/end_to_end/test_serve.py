@@ -10,18 +10,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
 
 from tests.deployments.support.commands import Command, command, config_file, short_folder
 from tests.deployments.support.live import IMAGES, PROMPT, config_of, picture, wait_until
 from tests.end_to_end.conftest import CLIPS, LONG_CLIP, PICTURES
+from tests.support.listening import listening
 from tests.support.ports import own_port
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]  # two minutes: an application of its own
 
 TIMEOUT_S = 120
-LOOPBACK = ("127.0.0.1", "::ffff:127.0.0.1", "::1")
 
 
 @contextmanager
@@ -51,12 +50,7 @@ def watched(url: str) -> Iterator[list[httpx.Response]]:
 
 def open_to_others(serve: Command) -> list[str]:
     """What listens at an address that other machines can reach."""
-    return [
-        f"{process.name()} at {one.laddr}"
-        for process in serve.processes()
-        for one in process.net_connections("inet")
-        if one.status == psutil.CONN_LISTEN and one.laddr.ip not in LOOPBACK
-    ]
+    return [f"{one.process} at {one.address}" for one in listening(serve.processes()) if one.address != "127.0.0.1"]
 
 
 def end_under_way(serve: Command, client: httpx.Client) -> tuple[str, str]:

@@ -6,13 +6,14 @@ import ipaddress
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
 
 from tests.support.fenced import ROOT
+from tests.support.processes import of_living
 
 DOCUMENT = ROOT / "SECURITY.md"
 ONE_MACHINE, CLUSTER = 3, 4
@@ -60,14 +61,13 @@ def listening(processes: Iterable[psutil.Process]) -> list[Listening]:
     """What ``processes`` listen at, but those that have ended."""
     found: list[Listening] = []
     for process in processes:
-        with suppress(psutil.NoSuchProcess):
-            addresses = Counter(
-                _kind(one.laddr.ip) for one in process.net_connections("inet") if one.status == psutil.CONN_LISTEN
-            )
-            found += [
-                Listening(pid=process.pid, process=process.name(), address=address, number=number)
-                for address, number in addresses.items()
-            ]
+        name: str = of_living(process.name, "")
+        sockets = of_living(partial(process.net_connections, "inet"), [])
+        addresses = Counter(_kind(one.laddr.ip) for one in sockets if one.status == psutil.CONN_LISTEN)
+        found += [
+            Listening(pid=process.pid, process=name, address=address, number=number)
+            for address, number in addresses.items()
+        ]
     return found
 
 

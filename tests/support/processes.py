@@ -1,14 +1,30 @@
-"""What other processes say of themselves, for tests that look for one of them."""
+"""What other processes say of themselves, and the files that they write, for tests that look while they run."""
 
 from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import psutil
 
 
 def cmdline(process: psutil.Process) -> list[str]:
     """The words of its command line; none for a process that has ended, or is about to."""
-    try:
-        words: list[str] = process.cmdline()
-    except psutil.Error:
-        return []
+    words: list[str] = of_living(process.cmdline, [])
     return words
+
+
+def of_living(ask: Callable[[], Any], otherwise: Any) -> Any:
+    """What ``ask`` returns of a process; ``otherwise`` for one that has ended, or is about to."""
+    try:
+        return ask()
+    except psutil.Error:
+        return otherwise
+
+
+def paths_in(folder: Path) -> Iterator[Path]:
+    """All files and folders below ``folder``. Any may be gone by now; ``Path.rglob`` fails where a folder goes."""
+    for root, folders, files in os.walk(folder):
+        yield from (Path(root, name) for name in (*folders, *files))

@@ -15,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from tests.support.patience import PATIENCE_S
+from tests.support.processes import paths_in
 
 SYSTEMD = Path("/lib/systemd/systemd")
 TARGETS = ("sysinit", "basic", "shutdown", "network-online")
@@ -55,8 +56,7 @@ class Systemd:
 
     def processes(self, unit: str) -> list[int]:
         """The processes of a unit, as this namespace numbers them."""
-        folders = (self.group / "system.slice" / unit).rglob("cgroup.procs")
-        return [int(line) for file in folders for line in file.read_text().split()]
+        return list(_members(self.group / "system.slice" / unit))
 
 
 @contextmanager
@@ -121,14 +121,21 @@ def _cgroup() -> Iterator[Path]:
         _remove(group)
 
 
+def _members(group: Path) -> Iterator[int]:
+    """Yield the processes in a cgroup and those below it, which systemd may delete meanwhile."""
+    for file in paths_in(group):
+        if file.name == "cgroup.procs":
+            with suppress(OSError):
+                yield from map(int, file.read_text().split())
+
+
 def _remove(group: Path) -> None:
     end_s = time.monotonic() + PATIENCE_S
     while group.exists() and time.monotonic() < end_s:
-        for file in group.rglob("cgroup.procs"):
-            for pid in file.read_text().split():
-                with suppress(ProcessLookupError):
-                    os.kill(int(pid), signal.SIGKILL)
-        for folder in sorted((path for path in group.rglob("*") if path.is_dir()), reverse=True):
+        for pid in _members(group):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for folder in sorted((path for path in paths_in(group) if path.is_dir()), reverse=True):
             with suppress(OSError):
                 folder.rmdir()
         with suppress(OSError):

@@ -18,6 +18,7 @@ from tests.deployments.clips.support.runs import ended, failure_of, running, sta
 from tests.deployments.support.fake_studio import CLIPS, FakeStudio
 from tests.deployments.support.files import noise
 from tests.support.patience import PATIENCE_S
+from tests.support.processes import paths_in
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -48,7 +49,7 @@ def studio_of_inputs(**settings: Any) -> FakeStudio:
 
 
 def kept(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "videos").rglob("input-*"))
+    return sorted(path.name for path in paths_in(folder / "videos") if path.name.startswith("input-"))
 
 
 KEPT = ["input-0.png", "input-1.png", "input-sound-0.f32", "input-sound-2.f32"]

@@ -225,3 +225,20 @@ def test_orphans_have_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     now_s[0] += 2
     orphans.sweep({"found", "lost"})
     assert sorted(orphans.folders()) == ["found"], "that of which a record was there meanwhile begins anew"
+
+
+def test_a_clip_that_is_deleted_during_a_sweep_keeps_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    partials = [tmp_path / name / ".clip.mp4.0123abcd" for name in ("deleted", "kept", "other")]
+    for partial in partials:
+        partial.parent.mkdir()
+        partial.touch()
+    scandir = os.scandir
+
+    def delete_first(path: Path) -> object:
+        if path == partials[0].parent:
+            shutil.rmtree(path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", delete_first)
+    Orphans(root=tmp_path, patience_s=0.0).sweep(set())
+    assert not any(partial.exists() for partial in partials)

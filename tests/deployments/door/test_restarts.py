@@ -12,6 +12,7 @@ import threading
 import time
 from contextlib import suppress
 from pathlib import Path
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -65,8 +66,9 @@ def test_one_that_is_stopped_is_not_asked_before_it_is_replaced(
         first = door.pid
         assert client.get("/").status_code == 200
         with monkeypatch.context() as patch:
-            patch.setattr(heartbeat.Heartbeat, "_is_alive", lambda beat: True)
-            time.sleep(0.3)  # no question is under way
+            looks = Mock(return_value=True)
+            patch.setattr(heartbeat.Heartbeat, "_is_alive", looks)
+            wait_until(lambda: looks.called, "no question is under way")
             os.kill(first, signal.SIGSTOP)
         wait_until(lambda: door.pid != first, "another process")
 

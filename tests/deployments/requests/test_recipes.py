@@ -28,7 +28,7 @@ from pipelines.request import Lora, MediaRequest
 from pipelines.solver import Solver, SolverLimits
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_images import IMAGES
-from tests.deployments.support.fake_studio import PICTURES, FakeStudio
+from tests.deployments.support.fake_studio import CLIPS, PICTURES, FakeStudio
 
 LIMITS = SolverLimits(scheduler="euler", schedulers=("euler", "unipc"), is_flow=True, inputs=("sigmas",))
 INK, TURBO = Lora(name="ink", scale=0.5), Lora(name="turbo")
@@ -179,6 +179,27 @@ def test_a_configuration_names_recipes_and_their_adapters() -> None:
     assert card.loras == (Lora(name="two", scale=0.5),)
     body = with_recipe(validated(ImageBody, {"prompt": "a", "recipe": "few"}), card)
     assert (body.num_inference_steps, body.flow_shift) == (4, 2.0)
+
+
+@pytest.mark.parametrize("name", ["its own", "the model's", "none"])
+def test_the_steps_that_are_listed_of_a_recipe_are_those_of_its_requests(name: str) -> None:
+    """Also where they are the model's own number, and of both kinds."""
+    both = replace(CLIPS, picture_width=64, picture_height=48, num_inference_steps=20, min_steps=1, solver=LIMITS)
+    recipes = {
+        "its own": Recipe(num_inference_steps=4, true_cfg_scale=1.5),
+        "the model's": Recipe(num_inference_steps=20, true_cfg_scale=1.5),
+        "none": Recipe(true_cfg_scale=1.5),
+    }
+    card = replace(CARD, defaults=both, loras=(), recipes=recipes, qualities={"low": "its own"})
+    (listed,) = (one for one in Model.all_of(card) if one.id == f"flux:{name}")
+    for quality, num_steps in listed.steps.items():
+        request, *_ = handle_request({"flux": card}, "id", {"prompt": "a", "recipe": name, "quality": quality})
+        assert num_steps == request.num_inference_steps, quality
+    for kind, defaults in (("video", listed.defaults), ("image", listed.picture_defaults)):
+        request, *_ = handle_request({"flux": card}, "id", {"prompt": "a", "recipe": name, "kind": kind})
+        assert defaults is not None
+        told = defaults.num_inference_steps, defaults.true_cfg_scale, defaults.width
+        assert told == (request.num_inference_steps, request.true_cfg_scale, request.width)
 
 
 def test_the_laptops_model_lists_its_recipe() -> None:

@@ -30,6 +30,10 @@ from tests.support.patience import PATIENCE_S
 SERVING = r"http://[\d.]+:\d+(?= \(docs)"
 """The URL in what ``troupe serve`` says when it is ready."""
 COMMAND = (sys.executable, "-m", "deployments.cli.main")
+COMMAND_S = 3 * PATIENCE_S
+"""A server starts Ray and a dozen processes before it says its address: 10 s alone, 70 s on busy cores. Commands that
+start one for themselves take as long, and their end some seconds more.
+"""
 
 
 def troupe(*args: str) -> Result:
@@ -92,15 +96,14 @@ class Command:
         def has_matched_or_ended() -> bool:
             return self._process.poll() is not None or re.search(pattern, self.output) is not None
 
-        # A server starts Ray and a dozen processes before it says its address: 10 s alone, 70 s on busy cores.
-        wait_until(has_matched_or_ended, f"{pattern} in the output", patience_s=3 * PATIENCE_S)
+        wait_until(has_matched_or_ended, f"{pattern} in the output", patience_s=COMMAND_S)
         match = re.search(pattern, self.output)
         assert match is not None, self.output
         return match[0]
 
     def wait(self) -> int:
         """The exit code of a command that ends by itself, once all its processes are gone."""
-        code = self._process.wait(PATIENCE_S)
+        code = self._process.wait(COMMAND_S)
         wait_until(lambda: not self.processes(), "all that it started is gone")
         return code
 

@@ -259,6 +259,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "frames": ({"video": URL, "num_frames": 8}, "num_frames", "1 + a multiple of 4"),
     "two clips": ({"video": [URL, URL]}, "video", "2 clips came along; this model takes 1 at most"),
     "an unknown key": ({"video": {"url": URL}}, "video", "it must be one clip"),
+    "no id": ({"video": {"file_id": "a.mp4"}}, "video", '{"file_id": that of a file of /v1/files}'),
+    "a file in place of an id": ({"video": {"id": URL}}, "video", '{"id": that of a clip of /v1/videos}'),
     "another address": ({"video": "https://example.com/a.mp4"}, "video", "clips are not fetched from elsewhere"),
     "noise": ({"video": data_url(b"noise", "video/mp4")}, "video", "is no clip that can be read"),
     "no sound": ({"video": URL, "keep_audio": True}, "keep_audio", "no clip with a sound came along"),
