@@ -96,7 +96,8 @@ def _resolve_model(model: ModelSource, *, weights: bool) -> Path:
         return _resolve_workflow(model.base, model.workflow, weights=weights)
     source = model.base
     if Path(source).is_dir():
-        if snapshots := sorted(Path(source).glob("snapshots/*")):
+        is_model = any((Path(source) / index).is_file() for index in (CLASSIC_INDEX, MODULAR_INDEX))
+        if not is_model and (snapshots := sorted(Path(source).glob("snapshots/*"))):
             raise ValueError(f"{source} is the hub cache's folder of all revisions: give one of them, {snapshots[0]}")
         return _with_parts(Path(source), weights=weights)
     if (SHIPPED / source).is_dir():
