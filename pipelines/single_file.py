@@ -236,7 +236,9 @@ def check_auto_encoder(kind: Any, file: Path, config: Path) -> None:
             best = max(best, found, key=lambda one: len(own.keys() & one.keys()))
     known = own.keys() & best.keys()
     others = [name for name in known if own[name].shape != best[name].shape]
-    missing, unread = own.keys() - known, best.keys() - model.state_dict().keys()
+    halves = {name.partition(".")[0] for name in known}  # files for decoders alone say nothing of the encoder
+    missing = {name for name in own.keys() - known if name.partition(".")[0] in halves}
+    unread = best.keys() - model.state_dict().keys()
     if 2 * len(known) > len(own) and (others or (missing and unread)):
         raise ValueError(
             f"{file} has another auto-encoder than the {kind.__name__} of its base, and {config} is used "

@@ -312,13 +312,14 @@ class OpenedPipeline:
 
     def _load_file(self, name: str, file: Path, stays: WeightsOnHost | None) -> Any:
         folder = part_folder(self.path, name)
+        reads_parts = name == U_NET and file == self._file
         if name == U_NET:
             check_training(file, read_config(self.path, "scheduler"))
-        elif name in self.transformers and part_class(self.path, VAE):
+        if name in self.transformers and not reads_parts and part_class(self.path, VAE):
             check_auto_encoder(self.part_class(VAE), file, part_folder(self.path, VAE))
         model = load_single_file(self.part_class(name), file, folder, self._loading_device(stays), self.dtype_of(name))
         if name in self.transformers:
-            beside = PART_PREFIXES if name == U_NET else ()
+            beside = PART_PREFIXES if reads_parts else ()
             read = [one for one in beside if part_class(self.path, one) and has_part(file, one)]
             warn_of_parts(file, self.path, read)
             return self._placed(model, stays)
