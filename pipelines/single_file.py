@@ -15,7 +15,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.directory import GGUF, OWN_CLASS, PACKAGES, QUANTIZATION, check_package, open_gguf, unknown_quantiser
+from pipelines.directory import (
+    GGUF,
+    OWN_CLASS,
+    PACKAGES,
+    QUANTIZATION,
+    U_NET,
+    check_package,
+    open_gguf,
+    part_class,
+    part_folder,
+    read_config,
+    unknown_quantiser,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -211,6 +223,19 @@ def warn_of_parts(file: Path, base: Path, read: Iterable[str] = ()) -> None:
     if others:
         told = ", ".join(sorted(others))
         logger.warning("%s also has %s, which are not read: these parts are those of %s", file, told, base)
+
+
+def check_base(name: str, file: Path, base: Path, auto_encoder: Any, *, reads_parts: bool = False) -> None:
+    """Raise ValueError if the denoiser ``name`` in ``file`` was trained for another base. Log what is read of that.
+
+    ``auto_encoder`` is the class of the base's; None if it has none. ``reads_parts``: parts beside a U-Net are read.
+    """
+    if name == U_NET:
+        check_training(file, read_config(base, "scheduler"))
+    if auto_encoder is not None and not reads_parts:
+        check_auto_encoder(auto_encoder, file, part_folder(base, "vae"))
+    beside = PART_PREFIXES if reads_parts else ()
+    warn_of_parts(file, base, [one for one in beside if part_class(base, one) and has_part(file, one)])
 
 
 def check_auto_encoder(kind: Any, file: Path, config: Path) -> None:

@@ -223,12 +223,13 @@ def test_other_files_are_named_before_anything_starts(
         auto_encoder(folder)
 
 
+@pytest.mark.parametrize("make", [tiny_unknown.sdxl, tiny_whole.sdxl_controlled])
 @pytest.mark.parametrize("is_other", [False, True])
 def test_parts_beside_a_u_net_in_its_folder_are_those_of_the_base(
-    folders: Callable[[Any], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, is_other: bool
+    folders: Callable[[Any], Path], make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_other: bool
 ) -> None:
     """The file is that of one part, though it has all parts of a pipeline: the others' folders are read."""
-    base = folders(tiny_unknown.sdxl)
+    base = folders(make)
     written, parts = all_parts(base, 0.125)
     if is_other:
         theirs = as_stability_has_it(shifted_auto_encoder(8, 3).state_dict())
@@ -239,6 +240,6 @@ def test_parts_beside_a_u_net_in_its_folder_are_those_of_the_base(
             Checkpoint(folder).denoiser()
         return
     with caplog.at_level(logging.WARNING):
-        (unet,) = Checkpoint(folder).denoiser().modules.values()
+        unet = Checkpoint(folder).denoiser().modules["unet"]
     assert all(torch.equal(unet.state_dict()[key], x) for key, x in parts["unet"].items())
     assert "also has conditioner, first_stage_model, which are not read: these parts are those of" in caplog.text
