@@ -63,7 +63,9 @@ def lone(base: Path, part: str, target: Path, tensors: Mapping[str, Tensor]) -> 
     shutil.copytree(base, target)
     for file in (target / part).glob("*.safetensors"):
         file.unlink()
-    save_file(dict(tensors), target / part / "encoder_fp8_e4m3fn_scaled.safetensors")
+    name = "encoder_fp8_e4m3fn_scaled.safetensors"
+    save_file(dict(tensors), target / part / name)
+    (target / part / f"._{name}").write_bytes(b"Mac OS X")
     return target
 
 
