@@ -218,7 +218,7 @@ def warn_of_parts(file: Path, base: Path, read: Iterable[str] = ()) -> None:
     names = [key for key in _names_in(file) if not key.startswith(own)]
     others = {found[1] or found[2] for key in names if (found := OTHER_PARTS.match(key))}
     if any(key.startswith(OWN) for key in names):
-        first = {key.partition(".")[0] for key in names if not TRAINING.match(key)}
+        first = {key.partition(".")[0] for key in names if "." in key and not TRAINING.match(key)}
         others |= first - {OWN.partition(".")[0], "model_ema"}
     if others:
         told = ", ".join(sorted(others))
