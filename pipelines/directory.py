@@ -28,6 +28,8 @@ CONFIG_FILES = {"scheduler": "scheduler_config.json", "tokenizer": "tokenizer_co
 PLACE, SUBFOLDER, CLASS = "pretrained_model_name_or_path", "subfolder", "type_hint"
 """Keys of the modular index for a part's location and class."""
 SAFETENSORS, GGUF = ".safetensors", ".gguf"
+SHOWN = "[!.]*"
+"""Pattern of files that are not hidden: macOS leaves a ``._`` file beside each on other file systems."""
 USUAL = re.compile(r"(diffusion_pytorch_model|pytorch_model|model)([.-].+)?\.(safetensors|bin)")
 """Beginnings of the names that diffusers and transformers look for, of an index too."""
 QUANTIZATION = "quantization_config"
@@ -143,7 +145,7 @@ def lone_file(folder: Path) -> Path | None:
     """
     if any(USUAL.match(file.name) for file in folder.glob("*")):
         return None
-    files = sorted(file for file in folder.glob("*") if file.suffix in (SAFETENSORS, GGUF))
+    files = sorted(file for file in folder.glob(SHOWN) if file.suffix in (SAFETENSORS, GGUF))
     if len(files) > 1:
         names = ", ".join(file.name for file in files)
         raise ValueError(

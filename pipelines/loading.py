@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipelines.control_network import PART, UPSAMPLER, UPSAMPLER_FOLDER, SeparatePart, joined_folder
-from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, repositories
+from pipelines.directory import CLASSIC_INDEX, MODULAR_INDEX, SHOWN, repositories
 from pipelines.models.registry import spec_of
 from pipelines.single_file import split_source, with_base
 from pipelines.workflow import unused_folders, workflow_folder
@@ -96,7 +96,8 @@ def _resolve_model(model: ModelSource, *, weights: bool) -> Path:
         return _resolve_workflow(model.base, model.workflow, weights=weights)
     source = model.base
     if Path(source).is_dir():
-        if snapshots := sorted(Path(source).glob("snapshots/*")):
+        is_model = any((Path(source) / index).is_file() for index in (CLASSIC_INDEX, MODULAR_INDEX))
+        if not is_model and (snapshots := sorted(Path(source).glob("snapshots/*"))):
             raise ValueError(f"{source} is the hub cache's folder of all revisions: give one of them, {snapshots[0]}")
         return _with_parts(Path(source), weights=weights)
     if (SHIPPED / source).is_dir():
@@ -261,7 +262,7 @@ def resolve_file(source: str, name: str, usual: tuple[str, ...], *, beside: tupl
         path = _download(source, [*((name,) if name else usual), *beside])
     if name and (path / name).is_file():
         return path / name
-    here = sorted(file.name for file in path.glob("*.safetensors"))
+    here = sorted(file.name for file in path.glob(f"{SHOWN}.safetensors"))
     fitting = [one for one in usual if one in here] or here
     if name or not fitting or (len(fitting) > 1 and fitting[0] not in usual):
         known = ", ".join(here) or "none"

@@ -14,6 +14,8 @@ from pipelines.control_network import UPSAMPLER_FOLDER
 from pipelines.directory import (
     DENOISERS,
     GGUF,
+    SAFETENSORS,
+    SHOWN,
     lone_file,
     part_class,
     part_folder,
@@ -28,7 +30,7 @@ from pipelines.single_file import check_metadata
 if TYPE_CHECKING:
     from pipelines.models.generic.whole import WholeSpec
 
-INDEX = "*.safetensors.index.json"
+INDEX = f"{SHOWN}.safetensors.index.json"
 PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
 """Class and blocks of the auto-encoder of pictures with group norms, which supports all options."""
 OTHER_FORMATS, UNREAD_FORMATS = ("*.bin", f"*{GGUF}"), ("*.pt", "*.pth", "*.ckpt", "*.sft", "*.msgpack")
@@ -123,8 +125,8 @@ def _folder_problems(folder: Path) -> Iterator[str]:
             continue
         if absent := sorted(name for name in names if not (folder / name).is_file()):
             yield f"{index} names files that are not there: {', '.join(absent)}. Download the model again"
-    files = sorted(folder.glob("*.safetensors"))
-    for file in files or folder.glob(f"*{GGUF}"):
+    files = sorted(folder.glob(f"{SHOWN}{SAFETENSORS}"))
+    for file in files or folder.glob(f"{SHOWN}{GGUF}"):
         yield from _file_problems(file)
     if files or any(True for pattern in OTHER_FORMATS for _ in folder.glob(pattern)):
         return

@@ -15,7 +15,19 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipelines.directory import GGUF, OWN_CLASS, PACKAGES, QUANTIZATION, check_package, open_gguf, unknown_quantiser
+from pipelines.directory import (
+    GGUF,
+    OWN_CLASS,
+    PACKAGES,
+    QUANTIZATION,
+    U_NET,
+    check_package,
+    open_gguf,
+    part_class,
+    part_folder,
+    read_config,
+    unknown_quantiser,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -206,11 +218,24 @@ def warn_of_parts(file: Path, base: Path, read: Iterable[str] = ()) -> None:
     names = [key for key in _names_in(file) if not key.startswith(own)]
     others = {found[1] or found[2] for key in names if (found := OTHER_PARTS.match(key))}
     if any(key.startswith(OWN) for key in names):
-        first = {key.partition(".")[0] for key in names if not TRAINING.match(key)}
+        first = {key.partition(".")[0] for key in names if "." in key and not TRAINING.match(key)}
         others |= first - {OWN.partition(".")[0], "model_ema"}
     if others:
         told = ", ".join(sorted(others))
         logger.warning("%s also has %s, which are not read: these parts are those of %s", file, told, base)
+
+
+def check_base(name: str, file: Path, base: Path, auto_encoder: Any, *, reads_parts: bool = False) -> None:
+    """Raise ValueError if the denoiser ``name`` in ``file`` was trained for another base. Log what is read of that.
+
+    ``auto_encoder`` is the class of the base's; None if it has none. ``reads_parts``: parts beside a U-Net are read.
+    """
+    if name == U_NET:
+        check_training(file, read_config(base, "scheduler"))
+    if auto_encoder is not None and not reads_parts:
+        check_auto_encoder(auto_encoder, file, part_folder(base, "vae"))
+    beside = PART_PREFIXES if reads_parts else ()
+    warn_of_parts(file, base, [one for one in beside if part_class(base, one) and has_part(file, one)])
 
 
 def check_auto_encoder(kind: Any, file: Path, config: Path) -> None:
@@ -236,7 +261,9 @@ def check_auto_encoder(kind: Any, file: Path, config: Path) -> None:
             best = max(best, found, key=lambda one: len(own.keys() & one.keys()))
     known = own.keys() & best.keys()
     others = [name for name in known if own[name].shape != best[name].shape]
-    missing, unread = own.keys() - known, best.keys() - model.state_dict().keys()
+    halves = {name.partition(".")[0] for name in known}  # files for decoders alone say nothing of the encoder
+    missing = {name for name in own.keys() - known if name.partition(".")[0] in halves}
+    unread = best.keys() - model.state_dict().keys()
     if 2 * len(known) > len(own) and (others or (missing and unread)):
         raise ValueError(
             f"{file} has another auto-encoder than the {kind.__name__} of its base, and {config} is used "

@@ -39,12 +39,12 @@ from pipelines.blocks.opened import inputs_of
 from pipelines.blocks.sampler import BlocksSampler, check_finite
 from pipelines.component_weights import has_scales, load_folder
 from pipelines.defaults import Defaults
-from pipelines.directory import lone_file, quantiser_of
+from pipelines.directory import DENOISERS, lone_file, quantiser_of
 from pipelines.libraries import quiet_libraries
 from pipelines.models.generic.compiled_forwards import CompiledForwards
 from pipelines.models.generic.whole import DISTILLED_SCALE, REFERENCES, VIDEO_MASK, WholeSpec
 from pipelines.request import NO_PICTURES, InputPictures, InputVideo, MediaRequest
-from pipelines.single_file import cast_like_diffusers, load_single_file
+from pipelines.single_file import cast_like_diffusers, check_base, load_single_file
 
 logger = logging.getLogger(__name__)
 
@@ -416,7 +416,11 @@ def load_whole(spec: WholeSpec, path: Path, device: torch.device, dtype: torch.d
 
     Weights are those that a user loads. ValueError names tensors that are missing, unread or not finite, and the part.
     """
-    parts = {name: _load_part(name, kind, path, device, dtype) for name, kind in _model_classes(spec, path).items()}
+    classes = _model_classes(spec, path)
+    for name in classes.keys() & set(DENOISERS):
+        if (file := lone_file(path / name)) is not None:
+            check_base(name, file, path, classes.get("vae"))
+    parts = {name: _load_part(name, kind, path, device, dtype) for name, kind in classes.items()}
     with log_level(logging.ERROR, "diffusers.pipelines.pipeline_loading_utils"):  # it warns of parts that are given
         pipeline = spec.pipeline_class.from_pretrained(str(path), dtype=dtype, **parts).to(device)
     pipeline.set_progress_bar_config(disable=True)

@@ -47,16 +47,7 @@ from pipelines.gpu_weights import fill, move_buffers
 from pipelines.models.registry import load_spec
 from pipelines.models.spec import CONTROL, ModelSpec
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, MediaRequest
-from pipelines.single_file import (
-    PART_PREFIXES,
-    cast_like_diffusers,
-    check_auto_encoder,
-    check_training,
-    has_part,
-    load_part,
-    load_single_file,
-    warn_of_parts,
-)
+from pipelines.single_file import cast_like_diffusers, check_base, has_part, load_part, load_single_file
 
 WeightsOnHost = Callable[[nn.Module], Collection[str]]
 """Returns the names of the weights of a transformer that stay on the host, to be quantised or offloaded."""
@@ -312,15 +303,11 @@ class OpenedPipeline:
 
     def _load_file(self, name: str, file: Path, stays: WeightsOnHost | None) -> Any:
         folder = part_folder(self.path, name)
-        if name == U_NET:
-            check_training(file, read_config(self.path, "scheduler"))
-        elif name in self.transformers and part_class(self.path, VAE):
-            check_auto_encoder(self.part_class(VAE), file, part_folder(self.path, VAE))
+        if name in self.transformers:
+            auto_encoder = self.part_class(VAE) if part_class(self.path, VAE) else None
+            check_base(name, file, self.path, auto_encoder, reads_parts=name == U_NET and file == self._file)
         model = load_single_file(self.part_class(name), file, folder, self._loading_device(stays), self.dtype_of(name))
         if name in self.transformers:
-            beside = PART_PREFIXES if name == U_NET else ()
-            read = [one for one in beside if part_class(self.path, one) and has_part(file, one)]
-            warn_of_parts(file, self.path, read)
             return self._placed(model, stays)
         model = cast_like_diffusers(model, self.dtype_of(name))
         return self._moved(model.eval().requires_grad_(False), stays)

@@ -64,6 +64,10 @@ def test_a_hub_id_in_the_cache_needs_no_network(
     monkeypatch.setattr(hub, "HF_HUB_CACHE", str(tmp_path))
     path = resolve_path("someone/something")
     assert path == repository / "snapshots" / commit
+    with pytest.raises(ValueError, match=rf"folder of all revisions: give one of them, .*{commit}"):
+        resolve_path(str(repository))
+    (path / "snapshots" / "step-1000").mkdir(parents=True)  # a trainer's, in a model's own folder
+    assert resolve_path(str(path)) == path
     assert painted(path, picture()).shape == (1, 32, 48, 3)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
@@ -22,10 +23,10 @@ from torch import Tensor
 
 from pipelines.checkpoint import Checkpoint
 from pipelines.preconditions import weight_problems
-from pipelines.single_file import load_single_file
+from pipelines.single_file import check_auto_encoder, load_single_file
 from tests.pipelines.loading.test_scaled_files import auto_encoder, encoder
-from tests.pipelines.loading.test_single_file import as_stability_has_it, renamed
-from tests.pipelines.support.checkpoints import tiny_models, tiny_whole
+from tests.pipelines.loading.test_single_file import all_parts, as_stability_has_it, renamed
+from tests.pipelines.support.checkpoints import tiny_models, tiny_unknown, tiny_whole
 from tests.pipelines.support.checkpoints.damage import Tensors, by_hand, scaled
 from tests.pipelines.support.checkpoints.parts import flux2_auto_encoder, shake, shifted_auto_encoder
 
@@ -62,7 +63,9 @@ def lone(base: Path, part: str, target: Path, tensors: Mapping[str, Tensor]) -> 
     shutil.copytree(base, target)
     for file in (target / part).glob("*.safetensors"):
         file.unlink()
-    save_file(dict(tensors), target / part / "encoder_fp8_e4m3fn_scaled.safetensors")
+    name = "encoder_fp8_e4m3fn_scaled.safetensors"
+    save_file(dict(tensors), target / part / name)
+    (target / part / f"._{name}").write_bytes(b"Mac OS X")
     return target
 
 
@@ -192,6 +195,15 @@ def test_auto_encoders_in_their_makers_names(tmp_path: Path, name: str) -> None:
         load_single_file(kind, file, tmp_path / "vae", torch.device("cpu"), torch.float32)
 
 
+def test_a_decoder_alone_is_no_other_auto_encoder(tmp_path: Path) -> None:
+    """What a file lacks of an encoder, and has of its training, does not tell its auto-encoder from the base's."""
+    vae, file = AutoencoderKLWan(**WAN, **LATENTS), tmp_path / "whole.safetensors"
+    vae.save_pretrained(tmp_path / "vae")
+    decoder = {name: x.contiguous() for name, x in as_wan_has_it(vae.state_dict()).items() if "encoder" not in name}
+    save_file({f"vae.{name}": x for name, x in decoder.items()} | {"vae.loss.logvar": torch.ones(1)}, file)
+    check_auto_encoder(AutoencoderKLWan, file, tmp_path / "vae")
+
+
 @pytest.mark.parametrize(
     ("names", "message"),
     [
@@ -211,3 +223,25 @@ def test_other_files_are_named_before_anything_starts(
     assert re.search(message, next(weight_problems(Checkpoint(folder))))
     with pytest.raises(ValueError, match="vae"):
         auto_encoder(folder)
+
+
+@pytest.mark.parametrize("make", [tiny_unknown.sdxl, tiny_whole.sdxl_controlled])
+@pytest.mark.parametrize("is_other", [False, True])
+def test_parts_beside_a_u_net_in_its_folder_are_those_of_the_base(
+    folders: Callable[[Any], Path], make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_other: bool
+) -> None:
+    """The file is that of one part, though it has all parts of a pipeline: the others' folders are read."""
+    base = folders(make)
+    written, parts = all_parts(base, 0.125)
+    if is_other:
+        theirs = as_stability_has_it(shifted_auto_encoder(8, 3).state_dict())
+        written = {key: x for key, x in written.items() if not key.startswith("first_stage_model.")} | theirs
+    folder = lone(base, "unet", tmp_path / "model", {key: x.contiguous() for key, x in written.items()})
+    if is_other:
+        with pytest.raises(ValueError, match="has another auto-encoder than the AutoencoderKL of its base"):
+            Checkpoint(folder).denoiser()
+        return
+    with caplog.at_level(logging.WARNING):
+        unet = Checkpoint(folder).denoiser().modules["unet"]
+    assert all(torch.equal(unet.state_dict()[key], x) for key, x in parts["unet"].items())
+    assert "also has conditioner, first_stage_model, which are not read: these parts are those of" in caplog.text

@@ -190,6 +190,8 @@ def test_a_shipped_checkpoint_is_a_folder_of_adapters(tmp_path: Path, monkeypatc
     own.parent.mkdir(parents=True)
     own.touch()
     assert resolve_file(name, file, ADAPTER_FILES).resolve() == own
+    (own.parent / f"._{own.name}").touch()
+    assert resolve_file(str(own.parent), "", ADAPTER_FILES) == own
 
 
 def test_each_pattern_of_layers_is_compiled_once() -> None:
