@@ -182,7 +182,7 @@ def test_what_does_not_fit_does_with_the_change_that_is_named() -> None:
     (rank,) = (one["memory_bytes"] / 2**30 for one in again["candidates"])
     gib = again["memory"]["gib"]
     two_processes = gib["processes"] * 2 / 3
-    decoder = gib["decoder: vae"] + gib["decoder: copy for compile"] + gib["decode"]
+    decoder = gib["decoder: vae"] + gib["decoder: compile"] + gib["decode"]
     assert change["gib"] == pytest.approx(rank + decoder + two_processes, abs=0.01)
     assert change["gib"] <= memory["usable_gib"]
 
