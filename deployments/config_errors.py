@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
@@ -48,6 +48,31 @@ def describe_errors(error: ValidationError, document: Any, schema: type[BaseMode
         sentence.replace(MODEL, names[0] if len(names) == 1 else f"{{{', '.join(names)}}}")
         for sentence, names in sentences.items()
     ]
+
+
+def describe_truth_values(document: Any, schema: type[BaseModel]) -> list[str]:
+    """Return a sentence for each true or false in place of a number; pydantic takes them for 1 and 0."""
+    json_schema = schema.model_json_schema()
+    sentences = []
+    for place, value in _truth_values(document, ()):
+        types = {one.get("type") for one in _members(json_schema, place)}
+        if types & {"number", "integer"} and "boolean" not in types:
+            path, name = _path(place, document)
+            hint = "" if value else " (YAML reads off and no as false)"
+            sentences.append(f"{path.replace(MODEL, name)} is {shown(value)}: it must be a number{hint}")
+    return sentences
+
+
+def _truth_values(node: Any, place: Place) -> Iterator[tuple[Place, bool]]:
+    """Yield the place and value of each true and false."""
+    if isinstance(node, bool):
+        yield place, node
+    elif isinstance(node, Mapping):
+        for key, value in node.items():
+            yield from _truth_values(value, (*place, key))
+    elif isinstance(node, list):
+        for number, value in enumerate(node):
+            yield from _truth_values(value, (*place, number))
 
 
 def _follows(error: Mapping[str, Any], errors: Sequence[Mapping[str, Any]]) -> bool:

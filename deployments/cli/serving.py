@@ -28,7 +28,7 @@ from deployments.cli.local import http_client
 from deployments.cli.preflight import check, with_metrics_port
 from deployments.cli.worker_logs import memory_failures
 from deployments.config import AppConfig, ServeConfig
-from deployments.config_errors import describe_errors
+from deployments.config_errors import describe_errors, describe_truth_values
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import PictureQueue, find_binary
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
@@ -83,6 +83,8 @@ def parse_config(document: Mapping[str, Any]) -> ServeConfig:
         ServeDeploySchema.model_validate(document)
     except ValidationError as error:
         raise ValueError("\n".join(describe_errors(error, document, ServeConfig))) from error
+    if wrong := describe_truth_values(document, ServeConfig):
+        raise ValueError("\n".join(wrong))
     return config
 
 

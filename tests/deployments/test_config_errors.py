@@ -39,6 +39,14 @@ def misspelt_section(document: dict[str, Any]) -> None:
     args["modles"] = args.pop("models")
 
 
+def truth_values_for_numbers(document: dict[str, Any]) -> None:
+    first = models(document)[0]
+    first["denoiser"]["num_ranks"] = True
+    first["recipes"]["four-steps"]["flow_shift"] = False
+    first["loras"] = [{"path": "flux-shapes", "file": "recipes/four-steps.safetensors", "name": "own", "scale": True}]
+    document["http_options"]["port"] = False
+
+
 CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
     (
         in_all_models,
@@ -50,6 +58,16 @@ CASES: list[tuple[Callable[[dict[str, Any]], Any], list[str]]] = [
             "http_options.prot is no key here: did you mean port?",
             "models.flux-shapes.denoiser.autoscaling.min_replica is no key here: did you mean min_replicas?",
             "models.wan-shapes.decoder.num_threds is no key here: did you mean num_threads?",
+        ],
+    ),
+    (
+        truth_values_for_numbers,
+        [
+            "http_options.port is false: it must be a number (YAML reads off and no as false)",
+            "models.flux-shapes.recipes.four-steps.flow_shift is false: it must be a number (YAML reads off and no as "
+            "false)",
+            "models.flux-shapes.denoiser.num_ranks is true: it must be a number",
+            "models.flux-shapes.loras.0.scale is true: it must be a number",
         ],
     ),
     (misspelt_section, ["modles is no key here: did you mean models?"]),
