@@ -95,7 +95,13 @@ def noting(errors: list[float]) -> Kernel:
     """Return exact attention that adds to ``errors`` what float8 would have cost each call."""
 
     def noted(
-        q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         exact = EXACT(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
         out_BLHD, _ = FP8(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)

@@ -46,7 +46,13 @@ def with_flash3(fallback: Kernel, reference: Kernel, device: torch.device | str 
     logger.info("attention uses FlashAttention-3 for head dims %s", ", ".join(map(str, sorted(whole))))
 
     def flash3(
-        q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         few = mask_BM is not None and k_BMGD.shape[1] < MIN_MASKED_KEYS
         if few or prefix is not None or q_BLHD.shape[-1] not in (whole if mask_BM is None else masked):

@@ -44,7 +44,13 @@ def fp8_reference(exact: Kernel) -> Kernel:
     """
 
     def fp8(
-        q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         if prefix is not None:
             return exact(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
@@ -79,7 +85,13 @@ def fp8_flash3(exact: Kernel, reference: Kernel, device: torch.device | str = "c
     logger.info("attention in float8 uses FlashAttention-3 for head dims %s", ", ".join(map(str, whole)))
 
     def fp8(
-        q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         few = mask_BM is not None and k_BMGD.shape[1] < MIN_MASKED_KEYS
         fitting = [dim for dim in (whole if mask_BM is None else masked) if dim >= q_BLHD.shape[-1]]

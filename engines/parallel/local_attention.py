@@ -159,7 +159,13 @@ def crop_keys(kernel: Kernel, rows: Rows | None) -> Kernel:
         return kernel
 
     def cropped(
-        q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         mask_BM = None if mask_BM is None else take_rows(mask_BM, rows)
         prefix = None if prefix is None else prefix._replace(place_M=take_rows(prefix.place_M[None], rows)[0])

@@ -35,7 +35,13 @@ def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
     turns = tuple(_turn(kernel, rows[source]) for source in sources)
 
     def ring_kernel(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         masks_NBM = None if mask_BM is None else gather_masks(mask_BM, axis)
         places_NM = None if prefix is None else gather_places(prefix.place_M, axis)
@@ -82,7 +88,13 @@ def allgather_kv(kernel: Kernel, axis: Axis) -> Kernel:
     """Return ``kernel`` of this rank's queries over the keys of all ranks, in rank order. Any number of heads works."""
 
     def allgather_kernel(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         all_N2BLGD = all_gather(torch.stack((k_BLGD, v_BLGD)), axis)
         k_BMGD, v_BMGD = all_N2BLGD.permute(1, 2, 0, 3, 4, 5).flatten(2, 3).unbind(0)

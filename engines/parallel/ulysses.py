@@ -30,7 +30,13 @@ def ulysses(kernel: Kernel, axis: Axis, *, keeps_lse: bool = False) -> Kernel:
     """
 
     def ulysses_kernel(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         num_heads = q_BLHD.shape[2]
         mask_BM, prefix = _gather_masking(mask_BM, prefix, axis)
@@ -53,7 +59,13 @@ def ulysses_in_parts(kernel: Kernel, axis: Axis, num_parts: int) -> Kernel:
     """
 
     def ulysses_kernel(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         batch, length, num_heads, dim = q_BLHD.shape
         if length != k_BLGD.shape[1]:

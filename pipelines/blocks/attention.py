@@ -49,7 +49,13 @@ def unmasked(kernel: Kernel) -> Kernel:
     """Return ``kernel`` without its mask: one prompt needs none, and it rules out the fastest attention."""
 
     def attend(
-        q_BLHD: Tensor, k_BMGD: Tensor, v_BMGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         return kernel(q_BLHD, k_BMGD, v_BMGD, prefix=prefix)
 

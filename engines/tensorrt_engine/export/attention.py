@@ -28,7 +28,13 @@ def group_free_kernel(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
     cropped = crop_keys(local, layout.valid_rows(0, layout.num_chunks))
 
     def kernel(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert mask_BM is None
         assert prefix is None
@@ -96,7 +102,13 @@ def native_ring_kernel(team: Team, layout: TokenLayout) -> Kernel:
         )
 
     def kernel(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert mask_BM is None
         assert prefix is None

@@ -96,7 +96,13 @@ def unmasked(kernel: Kernel) -> Kernel:
     """Return ``kernel``, with a ValueError for a mask or a prefix."""
 
     def checked_kernel(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         if mask_BM is not None:
             raise ValueError(

@@ -95,7 +95,13 @@ def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:
     """Return ``even`` if query and key heads divide evenly and there is no mask or prefix, else ``other``."""
 
     def chosen(
-        q_BLHD: Tensor, k_BLGD: Tensor, v_BLGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BLGD: Tensor,
+        v_BLGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         is_even = q_BLHD.shape[2] % num_ranks == 0 == k_BLGD.shape[2] % num_ranks
         if mask_BM is None and prefix is None and is_even:

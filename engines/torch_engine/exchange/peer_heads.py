@@ -220,7 +220,13 @@ def one_operation(attention: PeerAttention) -> Kernel:
     operations.append(attention)
 
     def peer_kernel(
-        q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, *, mask_BM: Tensor | None = None, prefix: Prefix | None = None
+        q_BLHD: Tensor,
+        k_BKGD: Tensor,
+        v_BKGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         assert mask_BM is None
         assert prefix is None
