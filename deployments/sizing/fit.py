@@ -48,7 +48,7 @@ class StageMemory:
     whole: int = 0
     """One decode without a limit."""
     compiled: int = 0
-    """What ``decoder.compile`` adds to the decoder's weights on a GPU. Those that it halves are loaded whole first."""
+    """Bytes that ``decoder.compile`` adds to the decoder's weights on a GPU; 0 if it shrinks them, after loading."""
     layers: int = 0
     """Layers of the text encoders, which ``text_encoder.offloads_layers`` keeps in host memory."""
     buffers: int = 0

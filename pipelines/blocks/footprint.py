@@ -180,7 +180,7 @@ class Footprint:
     prompt: StageWork
     """Work of encoding the prompt."""
     compiled_bytes: int = 0
-    """What ``decoder.compile`` adds to the decoder's weights on a GPU."""
+    """Bytes that ``decoder.compile`` adds to the decoder's weights on a GPU."""
     decode: StageWork | None = None
     """Work of decoding one request (None: unknown before a request)."""
     decode_bytes: int | None = None

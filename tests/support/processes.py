@@ -1,4 +1,4 @@
-"""What other processes say of themselves, and the files that they write, for tests that look while they run."""
+"""Questions to running processes, and listings of the files that they write, which bear that both may go."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def cmdline(process: psutil.Process) -> list[str]:
 
 
 def of_living(ask: Callable[[], Any], otherwise: Any) -> Any:
-    """What ``ask`` returns of a process; ``otherwise`` for one that has ended, or is about to."""
+    """Return the answer of ``ask``, a psutil call; ``otherwise`` if its process has ended, or is about to."""
     try:
         return ask()
     except psutil.Error:

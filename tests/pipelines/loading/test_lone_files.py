@@ -46,7 +46,7 @@ WAN_NAMES = {
     r"\.conv2\.": ".residual.6.",
     r"conv_shortcut": "shortcut",
 }
-"""Of the auto-encoder in Wan's repository, by those of diffusers."""
+"""Names of the auto-encoder's layers in Wan's repository, by patterns of diffusers' names."""
 PER_STAGE = 4
 """Layers of a stage of Wan's decoder, which its makers count through all stages."""
 WAN = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
@@ -196,7 +196,7 @@ def test_auto_encoders_in_their_makers_names(tmp_path: Path, name: str) -> None:
 
 
 def test_a_decoder_alone_is_no_other_auto_encoder(tmp_path: Path) -> None:
-    """What a file lacks of an encoder, and has of its training, does not tell its auto-encoder from the base's."""
+    """An absent encoder and left-overs of training do not make an auto-encoder differ from the base's."""
     vae, file = AutoencoderKLWan(**WAN, **LATENTS), tmp_path / "whole.safetensors"
     vae.save_pretrained(tmp_path / "vae")
     decoder = {name: x.contiguous() for name, x in as_wan_has_it(vae.state_dict()).items() if "encoder" not in name}
