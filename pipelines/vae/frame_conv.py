@@ -6,6 +6,7 @@ Pairs of frames are four convolutions of single frames (``engines.fast.frames``)
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,6 +171,12 @@ class ClipConv(nn.Module):
         if causal not in (None, is_causal):
             raise ValueError(f"a prepared decoder has causal={is_causal}, and the call has {causal}: leave it out")
         return channels_first(self.conv(channels_last(x_BCFHW.to(self.conv.weight.dtype))).to(self.dtype))
+
+
+def scale_layers(added: Collection[Any], passed: Collection[Any], factor: float) -> None:
+    """Multiply what runs through ``passed``, and is the sum of the outputs of ``added``, by ``factor``, in place."""
+    for weight in [conv.weight for conv in added] + [conv.bias for conv in (*added, *passed)]:
+        weight.mul_(factor)
 
 
 def frozen(weight: Tensor) -> nn.Parameter:

@@ -38,6 +38,7 @@ from pipelines.vae.frame_conv import (
     convolve_frames,
     in_channels_last,
     is_layer,
+    scale_layers,
     without_weights,
 )
 from pipelines.vae.fused_stream import FrameStream, is_supported_stream_decoder
@@ -148,8 +149,7 @@ def _scale_sum(decoder: Any, factor: float) -> None:
             added.append(part.proj)
         elif is_layer(part, RESAMPLER):
             passed += [part.resample[1], *([part.time_conv] if hasattr(part, "time_conv") else [])]
-    for weight in [conv.weight for conv in added] + [conv.bias for conv in (*added, *passed)]:
-        weight.mul_(factor)
+    scale_layers(added, passed, factor)
 
 
 def _in_pairs(decoder: Any) -> frozenset[nn.Module]:

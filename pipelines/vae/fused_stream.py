@@ -29,6 +29,7 @@ from pipelines.vae.frame_conv import (
     in_channels_last,
     is_layer,
     is_supported_conv,
+    scale_layers,
     spread_to_pixels,
     with_bias,
     with_more_channels,
@@ -122,8 +123,7 @@ def _scale_sum(decoder: Any, factor: float) -> None:
             added.append(part.proj_out)
         else:
             passed.append(part.conv.conv)
-    for weight in [conv.weight for conv in added] + [conv.bias for conv in (*added, *passed)]:
-        weight.mul_(factor)
+    scale_layers(added, passed, factor)
 
 
 def _frame_conv(part: Any, dtype: torch.dtype, norm: Any = None) -> FrameConv:

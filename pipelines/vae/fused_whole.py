@@ -27,6 +27,7 @@ from pipelines.vae.frame_conv import (
     conv_of,
     is_layer,
     is_supported_conv,
+    scale_layers,
     spread_to_pixels,
 )
 
@@ -51,10 +52,10 @@ def is_supported_whole_decoder(decoder: Any) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Whole:
-    """What all layers of a fused decoder share."""
+    """Settings of all layers of a fused decoder."""
 
     dtype: torch.dtype
-    """Of the weights."""
+    """Dtype of the weights."""
     is_causal: bool
     """Whether no frame depends on a later one."""
     scale: float
@@ -104,8 +105,7 @@ def _scale_sum(decoder: Any, factor: float) -> None:
             added += [] if part.conv_shortcut is None else [_inner_conv(part.conv_shortcut)]  # it reads a norm
         elif is_layer(part, UPSAMPLER):
             passed.append(part.conv.conv)
-    for weight in [conv.weight for conv in added] + [conv.bias for conv in (*added, *passed)]:
-        weight.mul_(factor)
+    scale_layers(added, passed, factor)
 
 
 def _inner_conv(conv: Any) -> Any:

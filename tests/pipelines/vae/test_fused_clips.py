@@ -21,7 +21,7 @@ from pipelines.vae import fused_clips
 from pipelines.vae.chunks import ChunkedVae, decode_bands, decode_chunks, skip_unread_cache
 from pipelines.vae.fused_clips import CausalResnet, PairedResnet, fuse_clip_decoder, is_supported_clip_decoder
 from tests.pipelines.support.checkpoints import tiny, tiny_ltx, tiny_minimax
-from tests.pipelines.vae.support.vaes import RESIDUAL, SIZES, VAES, copies, decibels
+from tests.pipelines.vae.support.vaes import RESIDUAL, SIZES, VAES, copies, decibels, decoded, error
 
 NUM_LATENT_FRAMES = 5
 NUM_ROWS = 31
@@ -60,15 +60,6 @@ def test_estimates_count_fused_weights(name: str, dtype: torch.dtype, fused_dtyp
     fuse_clip_decoder(fused.decoder, fused_dtype)
     before, after = (sum(weight.nbytes for weight in vae.decoder.parameters()) for vae in (plain, fused))
     assert compilation.compiled_bytes(plain.to("meta")) == after - before
-
-
-def decoded(vae: Any, latents_BCFHW: Tensor) -> Tensor:
-    pixels: Tensor = vae.decode(latents_BCFHW, return_dict=False)[0]
-    return pixels
-
-
-def error(pixels: Tensor, expected: Tensor) -> float:
-    return float((pixels.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -12,7 +12,7 @@ from torch import Tensor
 from pipelines.vae import frame_conv
 from pipelines.vae.chunks import decode_chunks
 from pipelines.vae.fused_clips import fuse_clip_decoder, is_fused_clip_decoder, is_supported_clip_decoder
-from tests.pipelines.vae.support.vaes import WHOLE_CLIPS, published_in_small
+from tests.pipelines.vae.support.vaes import WHOLE_CLIPS, decoded, error, published_in_small
 
 NAMES = tuple(WHOLE_CLIPS)
 HALF = ("reflected", "shortcuts", "frame by frame")
@@ -29,15 +29,6 @@ def fused(vae: Any, dtype: torch.dtype = torch.float32) -> Any:
     changed.decoder = fuse_clip_decoder(changed.decoder, dtype)
     assert is_fused_clip_decoder(changed.decoder)
     return changed
-
-
-def decoded(vae: Any, latents_BCFHW: Tensor) -> Tensor:
-    pixels: Tensor = vae.decode(latents_BCFHW, return_dict=False)[0]
-    return pixels
-
-
-def error(pixels: Tensor, expected: Tensor) -> float:
-    return float((pixels.double() - expected.double()).norm() / expected.double().norm())
 
 
 @pytest.mark.parametrize("name", NAMES)

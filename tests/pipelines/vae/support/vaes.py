@@ -81,3 +81,12 @@ def tiny_vae(**options: Any) -> AutoencoderKL:
 
 def copies(decoder: Any, count: int) -> list[Any]:
     return [decoder, *(copy.deepcopy(decoder) for _ in range(1, count))]
+
+
+def decoded(vae: Any, latents_BCFHW: Tensor) -> Tensor:
+    pixels: Tensor = vae.decode(latents_BCFHW, return_dict=False)[0]
+    return pixels
+
+
+def error(pixels: Tensor, expected: Tensor) -> float:
+    return float((pixels.double() - expected.double()).norm() / expected.double().norm())
