@@ -76,13 +76,8 @@ def adapter_problems(checkpoint: Checkpoint, sources: Iterable[LoraSource]) -> I
                 yield str(error)
 
 
-def decoder_problems(
-    path: Path, *, compiled: bool, limits_memory: bool, num_devices: int, unasked: bool = False
-) -> Iterator[str]:
-    """Yield why the decoder in the folder ``path`` does not support an option. Import torch only if one is set.
-
-    ``unasked``: ``compiled`` is no wish of the operator's, who has to ask for what was not seen on a GPU.
-    """
+def decoder_problems(path: Path, *, compiled: bool, limits_memory: bool, num_devices: int) -> Iterator[str]:
+    """Yield why the decoder in the folder ``path`` does not support an option. Import torch only if one is set."""
     name = part_class(path, "vae")
     if not (compiled or limits_memory or num_devices > 1) or name is None:
         return
@@ -100,7 +95,7 @@ def decoder_problems(
         vae = getattr(diffusers, name).from_config(dict(written))
     try:
         if compiled:
-            check_preparable(vae, unasked=unasked)
+            check_preparable(vae)
         if limits_memory:
             check_decoder(vae, "memory_gib")
         if num_devices > 1:

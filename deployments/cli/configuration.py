@@ -98,7 +98,7 @@ def _on_gpus(source: str, num_ranks: int, own: dict[str, Any]) -> ServeConfig:
         return not list(decoder_problems(path, **no_options | options))
 
     decoder: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4}
-    if supports(compiled=True, unasked=True):
+    if supports(compiled=True):
         decoder["compile"] = True
     if supports(limits_memory=True):
         decoder["memory_gib"] = usual_limit_gib(num_ranks)

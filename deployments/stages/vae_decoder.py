@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from pipelines.media.provenance import ManifestWriter
 
 
-MAX_THREADS = 8
-"""Groups of pictures encoded concurrently. A clip has hardly more."""
+MAX_THREADS = 16
+"""Groups of pictures encoded concurrently. A clip of 189 frames has as many; one of 121 has 11."""
 NUM_ENCODINGS = 4
 """Pictures or clips that are encoded to files concurrently, during one decode."""
 

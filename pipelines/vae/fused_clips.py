@@ -56,11 +56,8 @@ NOT_YET = "Rep"
 """Entry of diffusers' cache after a clip's first frame, which the convolution in time leaves out."""
 
 
-def check_preparable(vae: Any, *, unasked: bool = False) -> None:
-    """Raise ValueError if ``decoder.compile`` does not support the decoder of ``vae``.
-
-    ``unasked``: or if it has to be asked for, since that decoder was not seen on a GPU.
-    """
+def check_preparable(vae: Any) -> None:
+    """Raise ValueError if ``decoder.compile`` does not support the decoder of ``vae``."""
     decoder, name = getattr(vae, "decoder", None), type(vae).__name__
     if not (is_supported_decoder(decoder) or is_supported_clip_decoder(decoder)):
         raise ValueError(
@@ -68,18 +65,16 @@ def check_preparable(vae: Any, *, unasked: bool = False) -> None:
             f"of clips with RMS norms, whose decoders read neither noise nor time, and this model's is {name}: "
             "leave it out"
         )
-    if unasked and _is_unseen(decoder):
-        raise ValueError(f"decoder.compile was not seen on a GPU with {name}: set it to have it")
 
 
-def _is_unseen(decoder: Any) -> bool:
-    """Return whether the fused form of ``decoder`` was not seen on a GPU."""
+def _is_of_other_kind(decoder: Any) -> bool:
+    """Return whether ``decoder`` is supported and not like Wan's: it takes all frames, or has blocks of its own."""
     return is_supported_whole_decoder(decoder) or is_supported_stream_decoder(decoder)
 
 
 def is_supported_clip_decoder(decoder: Any) -> bool:
     """Return whether ``fuse_clip_decoder`` takes ``decoder``."""
-    return _is_unseen(decoder) or _is_supported(decoder)
+    return _is_of_other_kind(decoder) or _is_supported(decoder)
 
 
 def _is_supported(decoder: Any) -> bool:
@@ -104,7 +99,7 @@ def is_fused_clip_decoder(decoder: Any) -> bool:
 def fused_dtype(decoder: Any) -> torch.dtype:
     """Return the dtype in which a fused ``decoder`` computes on CUDA: float16, but for some in bfloat16."""
     own: torch.dtype = next(decoder.parameters()).dtype
-    return torch.float16 if own is torch.float32 or _is_unseen(decoder) else own
+    return torch.float16 if own is torch.float32 or _is_of_other_kind(decoder) else own
 
 
 @torch.no_grad()
