@@ -354,8 +354,11 @@ def test_changes_of_weights_on_a_gpu_are_timed_when_they_have_ended() -> None:
     times.forget()
     switch = WeightSwitch(ADDITIONS)
     switch.hold("m", "whole", layer, {}, loaded=dict(layer.named_parameters()))
+    switch.set("m", "whole", (("one", 1.0),))  # compiles kernels, which may take longer than the step below
+    torch.cuda.synchronize()
+    times.forget()
     torch.cuda._sleep(10**9)  # type: ignore[no-untyped-call]  # a step, about half a second
-    switch.set("m", "whole", (("one", 1.0),))
+    switch.set("m", "whole", ())
     assert times.take_ms() == 0, "it waits for the step"
     torch.cuda.synchronize()
     assert times.take_ms() > 0
