@@ -1,15 +1,17 @@
-"""A patch of Ideogram 4's blocks: the text's padding, which no token attends to, ends at the encoder."""
+"""Patches of Ideogram 4's blocks: features of the text alone leave the encoder and reach the transformers."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from diffusers.modular_pipelines.ideogram4.before_denoise import Ideogram4PrepareAdditionalInputsStep
 from diffusers.modular_pipelines.ideogram4.encoders import Ideogram4TextEncoderStep
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 
 from pipelines.blocks.tree import replace_blocks
 
 FEATURES, LENGTHS = "text_features", "text_lengths"
+PROMPT, NEGATIVE = "prompt_embeds", "negative_prompt_embeds"
 
 
 class UnpaddedText(Ideogram4TextEncoderStep):  # type: ignore[misc]  # diffusers has no types
@@ -21,5 +23,21 @@ class UnpaddedText(Ideogram4TextEncoderStep):  # type: ignore[misc]  # diffusers
         return components, state
 
 
+class UnpackedText(Ideogram4PrepareAdditionalInputsStep):  # type: ignore[misc]  # diffusers has no types
+    """Replaces a block that gives the picture's tokens features, too: zeros, of which ``text.forward`` needs none.
+
+    The second transformer gets one token of zeros, since kernels take no empty tensor. It is masked.
+    """
+
+    def __call__(self, components: Any, state: PipelineState) -> Any:
+        features_BTF = state.get(FEATURES)
+        state.set(FEATURES, features_BTF[..., :0])
+        components, state = super().__call__(components, state)
+        for name, value in ((FEATURES, features_BTF), (PROMPT, features_BTF), (NEGATIVE, features_BTF[:, :1] * 0)):
+            state.set(name, value)
+        return components, state
+
+
 def patch_blocks(blocks: Any) -> None:
     replace_blocks(blocks, Ideogram4TextEncoderStep, UnpaddedText)
+    replace_blocks(blocks, Ideogram4PrepareAdditionalInputsStep, UnpackedText)

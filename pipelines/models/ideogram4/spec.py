@@ -86,6 +86,8 @@ class Ideogram4Spec(ModelSpec):
     has_own_guidance = True
     eager_only = "computes a part of itself under an autocast of its own"
     patch_blocks = lazy("pipelines.models.ideogram4.patches:patch_blocks")
+    hoisted = lazy("pipelines.models.ideogram4.text:hoisted")
+    forward = lazy("pipelines.models.ideogram4.text:forward")
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {TOKENS: arguments["hidden_states"].shape[1]}

@@ -107,10 +107,12 @@ def test_prompts_travel_without_padding(folder: Path) -> None:
     assert values["text_features"].shape[1] == values["text_lengths"][0] < 100
 
 
-def test_a_known_step_calls_both_transformers(folder: Path) -> None:
+def test_a_known_step_calls_both_transformers_with_features_of_the_text_alone(folder: Path) -> None:
     checkpoint = Checkpoint(folder)
     branches = checkpoint.denoiser().probe()
     assert [branch.module for branch in branches] == ["transformer", "unconditional_transformer"]
+    num_text = branches[0].arguments["hidden_states"].shape[1] - branches[1].arguments["hidden_states"].shape[1]
+    assert [branch.arguments["encoder_hidden_states"].shape[1] for branch in branches] == [num_text, 1]
     lengths = [checkpoint.denoiser().stream_lengths(branch.arguments)["tokens"] for branch in branches]
     assert lengths[0] > lengths[1]
 
