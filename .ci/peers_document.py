@@ -1,9 +1,10 @@
-"""Write the tables of README and docs/reference/performance.md that set Troupe beside peers at their best setting.
+"""Write the tables of README and docs/reference/performance.md: Troupe beside peers at their best setting, and starts.
 
     PYTHONPATH=. python .ci/peers_document.py
 
 Figures are the lines of ``benchmarks/reports/peers_*.jsonl``, as ``benchmarks.peers.run`` writes them to results.jsonl:
-one file a host. Figures that peers publish are in ``published_steps.jsonl`` there.
+one file a host. Figures that peers publish are in ``published_steps.jsonl`` there; starts in ``cards.jsonl`` and
+``sweep.jsonl``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ from models_facts import grid, replaced
 ROOT = Path(__file__).parents[1]
 DOCUMENT, README = ROOT / "docs" / "reference" / "performance.md", ROOT / "README.md"
 REPORTS = ROOT / "benchmarks" / "reports"
-MARK = "peers"
+MARK, STARTS_MARK = "peers", "starts"
+PHASES = {
+    "processes": ("replica: process", "gang: processes"),
+    "connect": ("gang: connect",),
+    "weights": ("gang: load",),
+    "compile, capture, warm up": ("gang: build",),
+    "encoder": ("encoder: weights", "encoder: warm up"),
+    "decoder": ("decoder: weights", "decoder: warm up"),
+}
+"""Columns of the table of starts, and the phases that they add up. Encoder and decoder start beside the gang."""
 OURS, SHIPPED, CAPTURED = "Troupe", "as it ships", "captured whole"
 PROJECTS = ("SGLang", "vLLM-Omni", "diffusers", "xDiT")
 MAKERS = {
@@ -224,11 +234,33 @@ def readme(written: str, known: Iterable[Comparison]) -> str:
     return replaced(written, MARK, grid(columns, rows))
 
 
+def starts(written: str, reports: Path) -> str:
+    """Return docs/reference/performance.md with its table of starts made anew: the largest card of each model."""
+    newest: dict[tuple[str, int], Mapping[str, Any]] = {}
+    for line in (*lines_of(reports / "sweep.jsonl"), *sorted(lines_of(reports / "cards.jsonl"), key=card_of)):
+        if PHASES["encoder"][0] in line.get("phases_s", {}):
+            newest[line["model"], line.get("ranks", 1)] = line
+    columns = ("seconds", "GPUs", "ready", *PHASES, "first picture or clip", "the same again")
+    lines = sorted(newest.values(), key=lambda line: (line["model"].lower(), line.get("ranks", 1)))
+    return replaced(written, STARTS_MARK, grid(columns, map(start_row, lines)))
+
+
+def card_of(line: Mapping[str, Any]) -> float:
+    return float(line["card_gb"])
+
+
+def start_row(line: Mapping[str, Any]) -> tuple[str, ...]:
+    gpus = f"{line['card_gb']:.0f} GB" if "card_gb" in line else f"{line['ranks']} × H200"
+    phases = (sum(line["phases_s"].get(name, 0.0) for name in names) for names in PHASES.values())
+    answers = (line[key]["total"] / 1000 for key in ("first_ms", "again_ms"))
+    return line["model"], gpus, *(f"{value:.1f}" for value in (line["ready_s"], *phases, *answers))
+
+
 def in_ms(value: float | None) -> str:
     return "" if value is None else f"{value:.1f}"
 
 
 if __name__ == "__main__":
     found = comparisons(REPORTS)
-    DOCUMENT.write_text(performance(DOCUMENT.read_text(), found))
+    DOCUMENT.write_text(starts(performance(DOCUMENT.read_text(), found), REPORTS))
     README.write_text(readme(README.read_text(), found))

@@ -47,7 +47,7 @@ def measured(
     size = asked.size_of(defaults)
     model = PublishedModel.made(name, device, dtype, size)
     request = defaults.request(size, num_inference_steps=asked.steps_of(defaults))
-    engine = TorchEngine(model.denoiser(), strategy="ulysses")
+    engine, weights_bytes = TorchEngine(model.denoiser(), strategy="ulysses"), highest_bytes(device, anew=True)
     with turn:
         first, second, again = (Job.run(model, request, engine) for _ in range(3))
     found = {
@@ -59,7 +59,7 @@ def measured(
         "captured": engine.config.capture and engine.was_warm,
         "same_bytes": first.equals(again) and second.equals(again),
         "same_bytes_once_warm": second.equals(again),
-        "gpu_gib": {"highest": round(torch.cuda.max_memory_allocated() / 2**30, 2) if device.type == "cuda" else 0.0},
+        "gpu_gib": {"highest": in_gib(highest_bytes(device)), "weights": in_gib(weights_bytes)},
     }
     engine.close()
     del model, engine
@@ -67,6 +67,19 @@ def measured(
     torch.cuda.empty_cache()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     return found | (decoded(name, again.latents, request, device, dtype) if is_first else {})
+
+
+def highest_bytes(device: torch.device, *, anew: bool = False) -> int:
+    """Return the most bytes of tensors so far; 0 on a CPU. ``anew``: those of now, from which later calls count."""
+    if device.type != "cuda":
+        return 0
+    if anew:
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated()
+
+
+def in_gib(value: int) -> float:
+    return round(value / 2**30, 2)
 
 
 class Job:
@@ -108,10 +121,12 @@ def decoded(
             if not folder.exists():
                 write_vae(name, folder, device)
             decoder = Checkpoint(folder, device, dtype).decoder()
+            before_bytes = highest_bytes(device, anew=True)
             for _ in range(2):
                 start_s = time.perf_counter()
                 decoder.decode(latents, request)
-            return {"decode_ms": round(1e3 * (time.perf_counter() - start_s), 1)}
+            decode_ms = round(1e3 * (time.perf_counter() - start_s), 1)
+            return {"decode_ms": decode_ms, "decode_gib": in_gib(highest_bytes(device) - before_bytes)}
         except Exception as error:  # the steps tell something without it
             return {DECODE_ERROR: f"{type(error).__name__}: {error}"[:1000]}
 
