@@ -31,7 +31,7 @@ from deployments.ray_private import route_in_this_loop, serve_host
 from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.requests.prompt_enhancer import PromptEnhancers
-from deployments.requests.recipe_choice import check_recipes
+from deployments.requests.recipe_choice import recipe_problems
 from deployments.service.flow import DeployedStudio, QueueLimits
 from deployments.service.interface import ModelCard, StudioEvent
 from deployments.service.readiness import Readiness
@@ -51,20 +51,26 @@ NO_MEMORY: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
 
 
 def make_cards(config: AppConfig, memory: Mapping[str, Mapping[str, Any]] = NO_MEMORY) -> dict[str, ModelCard]:
-    """Return the cards of the served models, from configuration files only. ``memory``: see ``ModelCard``, by model."""
+    """Return the cards of the served models, from configuration files only. ValueError if one refuses its recipes.
+
+    ``memory``: see ``ModelCard``, by model.
+    """
     enhancers = {name: enhancer.default for name, enhancer in config.prompt_enhancers.items()}
-    return {
+    cards = {
         model.name: make_card(model, enhances_prompts=enhancers.get(model.name), memory=memory.get(model.name))
         for model in config.models
     }
+    if problems := [problem for card in cards.values() for problem in recipe_problems(card)]:
+        raise ValueError("\n".join(problems))
+    return cards
 
 
 def make_card(
     model: ModelConfig, *, enhances_prompts: bool | None = None, memory: Mapping[str, Any] | None = None
 ) -> ModelCard:
-    """Return the card of a model. ValueError if it refuses one of its recipes."""
+    """Return the card of a model, whose recipes are not checked."""
     checkpoint = Checkpoint.open(model.source, weights=False)
-    card = ModelCard(
+    return ModelCard(
         name=model.name,
         family=checkpoint.spec.family,
         created=changed_at_s(checkpoint.path),
@@ -84,8 +90,6 @@ def make_card(
         memory=memory,
         attentions=model.attentions,
     )
-    check_recipes(card)
-    return card
 
 
 def own_names() -> tuple[str, ...]:

@@ -88,6 +88,14 @@ def file_refusal(file: Path) -> str | None:
     return None if os.access(file, os.R_OK | os.W_OK) else f"{file} belongs to another user, or cannot be written"
 
 
+def read_text(file: Path) -> str:
+    """Return the text of ``file``, without the byte order mark of editors on Windows. ValueError unless it is UTF-8."""
+    try:
+        return file.read_text(encoding="utf-8-sig")
+    except UnicodeError:
+        raise ValueError(f"{file} is not text in UTF-8") from None
+
+
 def is_open_to_others(path: Path) -> bool:
     """Return whether other users have any permission for ``path``; False if it does not exist."""
     with suppress(OSError):

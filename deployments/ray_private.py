@@ -10,13 +10,14 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
-from ray._private import ray_constants, services, worker
+from ray._private import parameter, ray_constants, services, worker
 from ray._private.node import Node
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from ray.serve._private.config import DeploymentConfig
@@ -32,23 +33,32 @@ OPTIONAL_SERVERS = ("start_log_monitor", "start_monitor", "start_api_server")
 
 
 def init_local(temp_dir: Path, system_config: Mapping[str, Any], **options: Any) -> None:
-    """Start a cluster with files in ``temp_dir``, regardless of RAY_ADDRESS. ``options`` are those of ``ray.init``."""
-    ray.init(address="local", _temp_dir=str(temp_dir), _system_config=dict(system_config), **options)
+    """Start a cluster with files in ``temp_dir``, regardless of RAY_ADDRESS. ``options`` are those of ``ray.init``.
+
+    Its agent takes any free port. Ray's default, 52365, belongs to the first cluster of a machine, and Linux gives it
+    to outgoing connections: the agent then tries for three seconds, which ``ray.init`` waits for, and has none.
+    """
+    with _replaced(parameter, "RayParams", partial(parameter.RayParams, dashboard_agent_listen_port=0)):
+        ray.init(address="local", _temp_dir=str(temp_dir), _system_config=dict(system_config), **options)
 
 
 @contextmanager
-def worker_setup_script(script: Path) -> Iterator[None]:
+def _replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def worker_setup_script(script: Path) -> AbstractContextManager[None]:
     """Set up Python workers of a node that starts inside the block by ``script``.
 
     Ray joins its script's name to a folder, which an absolute path replaces (``Node.__init__``). Ray's own script
     imports all of Ray once more in each worker.
     """
-    own = ray_constants.SETUP_WORKER_FILENAME
-    ray_constants.SETUP_WORKER_FILENAME = str(script)
-    try:
-        yield
-    finally:
-        ray_constants.SETUP_WORKER_FILENAME = own
+    return _replaced(ray_constants, "SETUP_WORKER_FILENAME", str(script))
 
 
 @contextmanager
@@ -57,18 +67,13 @@ def without_optional_servers() -> Iterator[None]:
 
     Ray has options for two of them, on its command line only (``--include-log-monitor``, ``--no-monitor``).
     """
-    before = {name: getattr(Node, name) for name in OPTIONAL_SERVERS}
-    for name in OPTIONAL_SERVERS:
-        setattr(Node, name, lambda node, **options: None)
-    try:
+    with ExitStack() as stack:
+        for name in OPTIONAL_SERVERS:
+            stack.enter_context(_replaced(Node, name, lambda node, **options: None))
         yield
-    finally:
-        for name, start in before.items():
-            setattr(Node, name, start)
 
 
-@contextmanager
-def processes_in_own_sessions() -> Iterator[None]:
+def processes_in_own_sessions() -> AbstractContextManager[None]:
     """Start each of Ray's processes inside the block as the leader of its own session.
 
     Ctrl-C in a terminal, ``timeout`` and supervisors signal a whole process group. The server ends its cluster in
@@ -76,19 +81,13 @@ def processes_in_own_sessions() -> Iterator[None]:
     Ray ends its processes by their group when the server is killed.
     """
     if not sys.platform.startswith("linux"):
-        yield
-        return
-    before: Any = services.ConsolePopen
+        return nullcontext()
 
     class InOwnSession(subprocess.Popen[Any]):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, start_new_session=True, **kwargs)
 
-    setattr(services, "ConsolePopen", InOwnSession)  # noqa: B010
-    try:
-        yield
-    finally:
-        setattr(services, "ConsolePopen", before)  # noqa: B010
+    return _replaced(services, "ConsolePopen", InOwnSession)
 
 
 def quiet_logs(log: Callable[[str], None]) -> None:

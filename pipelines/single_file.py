@@ -11,7 +11,6 @@ import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -245,8 +244,7 @@ def check_auto_encoder(kind: Any, file: Path, config: Path) -> None:
     """
     import torch
 
-    names = [name for name in _names_in(file) if name.startswith(OF_AUTO_ENCODER)]
-    if file.suffix == GGUF or not names:
+    if file.suffix == GGUF or not (names := [name for name in _names_in(file) if name.startswith(OF_AUTO_ENCODER)]):
         return
     from safetensors import safe_open
 
@@ -339,7 +337,6 @@ def _clip_of(kind: Any, tensors: Mapping[str, Tensor], config: Path, prefix: str
     return model
 
 
-@cache
 def _names_in(file: Path) -> frozenset[str]:
     from engines.parallel.weight_files import tensor_names
 

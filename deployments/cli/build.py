@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from deployments.cli.progress import console
+from deployments.places import read_text
 from engines.core.spec import is_static
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def read_prompts(file: Path | None) -> tuple[str, ...]:
     """Return the prompts of ``file``, one per line. ValueError if there are none."""
     if file is None:
         return PROMPTS
-    prompts = tuple(line.strip() for line in file.read_text().splitlines() if line.strip())
+    prompts = tuple(line.strip() for line in read_text(file).splitlines() if line.strip())
     if not prompts:
         raise ValueError(f"{file} holds no prompt: write one per line")
     return prompts

@@ -87,6 +87,8 @@ def explain(error: Exception) -> str | None:
             return f"no answer from {where}: {error}"
         case ModuleNotFoundError(name=str(module)) if hint := hint_for(module):
             return f"{module} is not installed, which this needs: {hint}"
+        case OSError(filename=file, strerror=str(reason)):
+            return reason if file is None else f"{file}: {reason}"
         case ValueError() | RuntimeError() | OSError():
             return str(error)
     return None

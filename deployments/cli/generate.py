@@ -36,14 +36,11 @@ class Inputs:
     """Clips to change, to go on from, or to refer to."""
 
     def read(self) -> list[tuple[str, tuple[str, bytes]]]:
-        """Return their contents with their form fields. ValueError if one cannot be read."""
+        """Return their contents with their form fields. OSError if one cannot be read."""
         others = (("mask", self.mask), ("control_image", self.control_image))
         named = [("image", path) for path in self.images] + [(name, path) for name, path in others if path is not None]
         named += [("video", path) for path in self.videos]
-        try:
-            return [(name, (path.name, path.read_bytes())) for name, path in named]
-        except OSError as error:
-            raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from None
+        return [(name, (path.name, path.read_bytes())) for name, path in named]
 
     def needs(self, options: Mapping[str, Any]) -> Needs:
         """Return what these and ``options`` ask of a model."""

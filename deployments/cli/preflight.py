@@ -18,6 +18,7 @@ from deployments.door.door import listen
 from deployments.model_config import ModelConfig
 from deployments.observability.metrics_settings import DEFAULT_PORT
 from deployments.places import file_refusal, is_open_to_others, refusal
+from deployments.requests.recipe_choice import recipe_problems
 from deployments.settings import Settings, process_environment
 from deployments.sizing.memory_budget import budget_of
 from deployments.stages.stage_config import DenoiserConfig, ScaledConfig, StageConfig, must_slice
@@ -295,7 +296,7 @@ def _model_problems(model: ModelConfig) -> Iterator[str]:
         _ = budget_of(model)
     from deployments.ingress import make_card  # imports Ray Serve
 
-    _ = make_card(model)
+    yield from recipe_problems(make_card(model))
 
 
 def _sleep(config: ServeConfig) -> Iterator[str]:

@@ -33,6 +33,7 @@ from deployments.door.door import Door, listen
 from deployments.door.haproxy import PictureQueue, find_binary
 from deployments.heartbeat import ANSWER_WITHIN_S, Heartbeat
 from deployments.names import APPLICATION, INGRESS, url_at
+from deployments.places import read_text
 from deployments.ray_private import application_status, controller_answers, log_folder, restart_controller
 from deployments.stages.measured_times import WHOLE_START, start_times_of
 
@@ -64,7 +65,7 @@ def load_config(name: str | Path) -> ServeConfig:
     if not path.is_file():
         raise ValueError(f"{name} is neither a file nor a shipped config; shipped: {shipped_configs()}")
     try:
-        return parse_config(yaml.safe_load(path.read_text()))
+        return parse_config(yaml.safe_load(read_text(path)))
     except yaml.YAMLError as error:
         raise ValueError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -112,12 +113,12 @@ def recipe_document(name: str, recipe: Recipe, card: ModelCard) -> dict[str, Any
     return {**recipe.settings, **named, **likeness}
 
 
-def check_recipes(card: ModelCard) -> None:
-    """Raise ValueError if the model refuses the settings of a recipe, or a quality stands for none of them."""
+def recipe_problems(card: ModelCard) -> Iterator[str]:
+    """Yield why the model refuses the settings of a recipe, and the qualities that stand for none of them."""
     for quality, name in card.qualities.items():
         if name not in card.recipes:
             recipes = ", ".join(card.recipes) or "none"
-            raise ValueError(f"qualities.{quality} of {card.name} is {name!r}; the model's recipes: {recipes}")
+            yield f"qualities.{quality} of {card.name} is {name!r}; the model's recipes: {recipes}"
     known = [lora.name for lora in card.loras]
     for name, recipe in card.recipes.items():
         try:
@@ -136,7 +137,7 @@ def check_recipes(card: ModelCard) -> None:
                 cache=body.cache or "off",
             )
         except (RequestError, ValueError) as error:
-            raise ValueError(f"the recipe {name} of {card.name}: {error}") from None
+            yield f"the recipe {name} of {card.name}: {error}"
 
 
 def _staged(body: MediaBody, card: ModelCard) -> dict[str, Any]:

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from deployments.places import read_text
+
 logger = logging.getLogger("troupe.keys")
 
 LOOK_EVERY_S = 1.0
@@ -68,12 +70,11 @@ def hash_of(key: str) -> str:
 def read_keys(file: Path) -> tuple[str, ...]:
     """Return the keys in ``file``: one a line, # begins a comment line. ValueError if there is none."""
     try:
-        # Editors on Windows begin a text with a byte order mark, which is no part of its first key.
-        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines()]
+        lines = [line.strip() for line in read_text(file).splitlines()]
     except OSError as error:
         raise ValueError(f"the key file {file} cannot be read: {error.strerror}") from None
-    except UnicodeError:
-        raise ValueError(f"the key file {file} is not text in UTF-8") from None
+    except ValueError as error:
+        raise ValueError(f"the key file {error}") from None
     keys = tuple(line for line in lines if line and not line.startswith("#"))
     if not keys:
         raise ValueError(f"the key file {file} holds no key; write one a line")

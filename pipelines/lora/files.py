@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -10,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipelines.directory import U_NET
@@ -18,9 +20,13 @@ from pipelines.lora.adapter_config import alpha_of, factor_scale, for_all_layers
 from pipelines.lora.differences import Scale, as_products, by_parameter, has_factors, split_differences
 from pipelines.lora.source import ADAPTER_FILES, PEFT_CONFIG, LoraSource
 from pipelines.lora.translation import (
+    ADAPTER_NAME,
     ALPHA,
     DOWN,
+    FLAT_PREFIXES,
+    MAKERS_PREFIXES,
     PEFT_PREFIX,
+    REPEATED,
     UP,
     UP_BIAS,
     are_layers_of,
@@ -36,6 +42,8 @@ from pipelines.lora.translation import (
     with_points,
     without_adapter_name,
 )
+
+logger = logging.getLogger(__name__)
 
 TRANSFORMER = "transformer"
 OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".magnitude": "DoRA"}
@@ -74,7 +82,7 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module, max_
     products take more than ``max_bytes``.
     """
     path = resolve_file(source.path, source.file, ADAPTER_FILES, beside=(PEFT_CONFIG,))
-    tensors = read_adapter(path)
+    tensors = without_lone_alphas(read_adapter(path), path)
     for mark, kind in OTHER_KINDS.items():
         if others := [key for key in tensors if mark in key]:
             raise ValueError(
@@ -94,6 +102,40 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module, max_
         source=source, path=path, pipeline_class=pipeline_class, module=module, config=config, is_scaled=is_scaled
     )
     return replace(file.read(rest, has_scale=has_scale), whole=whole)
+
+
+def without_lone_alphas(tensors: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
+    """Return ``tensors`` without alphas of layers of which the file has nothing else, and log them.
+
+    They change nothing. An alpha may have another prefix or spelling than its factors: then it stays, and so do all if
+    a key is of no known kind.
+    """
+    layers: set[str] = set()
+    for key in tensors:
+        if not key.endswith(ALPHA):
+            if (layer := _flat_layer(key)) is None:
+                return tensors
+            layers |= _names_of(layer)
+    alone = [key for key in tensors if key.endswith(ALPHA) and not _names_of(_flat_layer(key) or "") & layers]
+    if alone:
+        logger.warning("%s has alphas of layers without factors, which change nothing: %s", path, shown(alone))
+    return {key: x for key, x in tensors.items() if key not in alone}
+
+
+def _flat_layer(key: str) -> str | None:
+    """Return the layer of a key, without prefix and with underscores alone; None for a key of no known kind."""
+    (spelled,) = as_pairs({ADAPTER_NAME.sub(r"\1.", key): torch.empty(0)})
+    layer = re.sub(r"\.diff(_[bm])?$", "", layer_of(spelled))
+    if layer == spelled:
+        return None
+    prefix = next(one for one in (*FLAT_PREFIXES, *MAKERS_PREFIXES) if layer.startswith(one))
+    return layer.removeprefix(prefix).replace(".", "_")
+
+
+def _names_of(layer: str) -> set[str]:
+    """Return the names of a layer that some trainers write twice, or in another way."""
+    twins = [(end, same) for pair in REPEATED.items() for end, same in (pair, pair[::-1])]
+    return {layer, *(layer.removesuffix(end) + same for end, same in twins if layer.endswith(end))}
 
 
 def _factor_scales(config: Mapping[str, Any]) -> Scale:

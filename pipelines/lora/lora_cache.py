@@ -6,7 +6,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import ItemsView, Iterable, Iterator, Mapping
+from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from engines.parallel.copies import weightless_copy
 from engines.parallel.weight_files import metadata_of
 from pipelines.lora.adapter_config import written_config
 from pipelines.lora.model import check_linears, read_low_ranks
-from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits, LoraSource
+from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, AdapterError, LoraLimits, LoraSource
 from pipelines.lora.translation import shown
 from pipelines.request import Lora, MediaRequest
 
@@ -129,12 +129,14 @@ class LoraCache(Mapping[str, Addition]):
         return len(self._recent) > self._limits.max_loaded or num_bytes > self._limits.memory_bytes
 
     def _read(self, lora: Lora) -> LoadedLora:
-        """Read and check a file. ValueError, without the place of the file, if it does not suit the model."""
+        """Read and check a file. AdapterError, without the place of the file, if it does not suit the model."""
         path, part = Path(lora.folder) / LORA_FILE, lora.part or next(iter(self._modules))
         if part not in self._modules:
-            raise ValueError(f"an adapter for part {part!r}: the model has {', '.join(self._modules)}")
+            raise AdapterError(f"an adapter for part {part!r}: the model has {', '.join(self._modules)}", "part")
         if not path.is_file():
-            raise ValueError(f"the adapter {lora.name!r} was deleted, or a rank cannot see the data directory")
+            raise AdapterError(
+                f"the adapter {lora.name!r} was deleted, or a rank cannot see the data directory", "file"
+            )
         try:
             check_patterns(path)
             source = LoraSource(path=str(path), name=lora.name, part=lora.part)
@@ -143,14 +145,20 @@ class LoraCache(Mapping[str, Addition]):
             if self._linears_only:
                 check_linears(source, self._modules[part], found)
         except ValueError as error:
-            raise ValueError(str(error).replace(str(path), f"the adapter {lora.name!r}")) from None
+            message, field = (
+                str(error).replace(str(path), f"the adapter {lora.name!r}"),
+                getattr(error, "field", "file"),
+            )
+            raise AdapterError(message, field) from None
         except (ArithmeticError, AttributeError, TypeError) as error:  # of a config by a stranger
-            raise ValueError(f"the config of the adapter {lora.name!r} has a value of another kind ({error})") from None
+            message = f"the config of the adapter {lora.name!r} has a value of another kind ({error})"
+            raise AdapterError(message, "config" if (path.parent / PEFT_CONFIG).is_file() else "file") from None
         num_bytes = sum(x.nbytes for low_rank in found.values() for x in (low_rank.up_NR, low_rank.down_RK))
         if num_bytes > self._limits.memory_bytes:
-            raise ValueError(
+            raise AdapterError(
                 f"the adapter {lora.name!r} takes {num_bytes / 2**30:.2f} GiB; it must be within the model's "
-                f"runtime_loras.memory_gib, which is {self._limits.memory_gib:g}"
+                f"runtime_loras.memory_gib, which is {self._limits.memory_gib:g}",
+                "file",
             )
         return LoadedLora(addition={part: found}, num_bytes=num_bytes)
 
@@ -166,20 +174,30 @@ def with_runtime_loras(model: DenoiserModel, pipeline_class: Any, limits: LoraLi
 
 
 def check_patterns(path: Path) -> None:
-    """Raise ValueError for a config with patterns that cannot be matched, or whose matching could take for ever."""
+    """Raise AdapterError for a config with patterns that cannot be matched, or whose matching could take for ever."""
     metadata_of(path)
+    beside = path.parent / PEFT_CONFIG
+    readers: dict[str, Callable[[], Any]] = {"file": lambda: written_config(path)}
+    if beside.is_file():
+        readers["config"] = lambda: json.loads(beside.read_text())
+    for field, read in readers.items():
+        try:
+            _check_patterns(read, path)
+        except ValueError as error:
+            raise AdapterError(str(error), field) from error
+
+
+def _check_patterns(read: Callable[[], Any], path: Path) -> None:
     try:
-        beside = path.parent / PEFT_CONFIG
-        configs = [written_config(path), json.loads(beside.read_text()) if beside.is_file() else {}]
+        config = read()
     except (ValueError, OSError, AttributeError, RecursionError) as error:
         raise ValueError(f"the config of {path} cannot be read: {error}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"the config of {path} is no object")
     patterns: list[str] = []
-    for config in configs:
-        if not isinstance(config, dict):
-            raise ValueError(f"the config of {path} is no object")
-        for name, value in config.items():  # in a header they begin with a part's name
-            if str(name).endswith(("alpha_pattern", "rank_pattern")):
-                patterns.extend(_keys(value or {}, name))
+    for name, value in config.items():  # in a header they begin with a part's name
+        if str(name).endswith(("alpha_pattern", "rank_pattern")):
+            patterns.extend(_keys(value or {}, name))
     if repeating := [pattern for pattern in patterns if REPEATS.search(pattern)]:
         raise ValueError(
             f"{path} has patterns that repeat or group something ({shown(repeating)}): write names of layers"

@@ -16,6 +16,17 @@ MAX_SCALE = 10.0
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
+class AdapterError(ValueError):
+    """What is wrong with an adapter: its ``file``, its ``config``, or the ``part`` that it is said to be for."""
+
+    def __init__(self, message: str, field: str) -> None:
+        super().__init__(message, field)
+        self.field = field
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoraSource:
     """An adapter, by its place and use. Adapters for several parts may share a name."""

@@ -61,10 +61,10 @@ class Whole:
     scale: float
     """Factor of the sum that runs through all residual blocks."""
 
-    def conv(self, part: Any, norm: ClipNorm | None = None) -> FrameConv:
-        """Return the fused form of a layer with a convolution."""
+    def conv(self, part: Any, norm: ClipNorm | None = None, changed: nn.Conv3d | None = None) -> FrameConv:
+        """Return the fused form of a layer with a convolution, or with a ``changed`` one in its place."""
         edges = EDGES[part.conv.padding_mode]
-        return FrameConv(part.conv, self.dtype, is_causal=self.is_causal, edges=edges, norm=norm)
+        return FrameConv(changed or part.conv, self.dtype, is_causal=self.is_causal, edges=edges, norm=norm)
 
 
 def _is_supported_resnet(block: Any) -> bool:
@@ -153,9 +153,7 @@ class WholeUpsampler(nn.Module):
             channels, num_alike = len(weight_OIKHW) // size, conv.in_channels // size
             sources = torch.arange(channels) % num_alike * size + torch.arange(size)[:, None]
             weight_OIKHW = add_copy(weight_OIKHW, sources.flatten(), is_causal=whole.is_causal)
-        changed = conv_of(weight_OIKHW, _pixels_first(conv.bias.data, size))
-        edges = EDGES[conv.padding_mode]
-        self.conv = FrameConv(changed, whole.dtype, is_causal=whole.is_causal, edges=edges)
+        self.conv = whole.conv(block.conv, changed=conv_of(weight_OIKHW, _pixels_first(conv.bias.data, size)))
 
     def forward(self, hidden_BCFHW: Tensor, causal: bool | None = None) -> Tensor:
         """Return the clip with its first frame once: those that an upsampling in time adds before it are left out."""

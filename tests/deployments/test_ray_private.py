@@ -175,6 +175,11 @@ def test_a_cluster_has_its_files_and_settings(ray_cluster: None) -> None:
     assert json.loads(base64.b64decode(config)).items() >= LOCAL_SYSTEM.items()
 
 
+def test_the_agent_of_a_node_takes_any_free_port(ray_cluster: None) -> None:
+    """Others may have a fixed one, and then the agent starts late and without it."""
+    assert set(re.findall(r"--listen-port=(\d+)", ray_commands())) == {"0"}
+
+
 def test_workers_log_to_the_folder(ray_cluster: None) -> None:
     @ray.remote
     def write() -> int:

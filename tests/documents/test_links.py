@@ -19,6 +19,8 @@ from tests.support.fenced import FENCE, ROOT
 
 DOCS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md"))
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "SECURITY.md", *DOCS)
+REPORTS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "benchmarks" / "reports").glob("*.md"))
+PROGRAM = re.compile(r"-m ((?:benchmarks|deployments|training)\.[\w.]+)")
 LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 MKDOCS = shutil.which("mkdocs", path=f"{os.environ['PATH']}:{ROOT}/.venv/site/bin")
 
@@ -44,6 +46,15 @@ def test_links_lead_somewhere(document: str) -> None:
         there = here.parent / target if target else here
         assert there.exists(), target
         assert not anchor or anchor in anchors(there), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, *REPORTS])
+def test_programs_exist_or_are_said_to_be_gone(document: str) -> None:
+    text = (ROOT / document).read_text()
+    for module in {name.rstrip(".") for name in PROGRAM.findall(text)}:
+        file = ROOT / module.replace(".", "/")
+        is_gone = re.search(rf"`({module}|{module.rpartition('.')[0]})` (is now|has been removed)", text)
+        assert is_gone or file.with_suffix(".py").is_file() or (file / "__main__.py").is_file(), module
 
 
 def test_headings_have_the_anchors_of_github() -> None:

@@ -26,8 +26,8 @@ def ink(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Pa
     return write_lora(models[PICTURES], tmp_path_factory.mktemp("ink") / "ink", seed=1) / FILE
 
 
-def add(url: str, file: Path, model: str = PICTURES) -> httpx.Response:
-    form, files = {"model": model, "name": "ink"}, {"file": file.read_bytes()}
+def add(url: str, file: Path, model: str = PICTURES, part: str = "") -> httpx.Response:
+    form, files = {"model": model, "name": "ink", "part": part}, {"file": file.read_bytes()}
     return httpx.post(f"{url}/v1/loras", data=form, files=files, timeout=TIMEOUT_S)
 
 
@@ -46,6 +46,8 @@ def test_files_that_do_not_suit_the_model_change_nothing(
         refused = add(url, file)
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, "file")
         assert problem in refused.json()["error"]["message"]
+    refused = add(url, ink, part="text_encoder")
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "part")
     assert add(url, ink, CLIPS).json()["error"]["param"] == "model", "it is served without runtime_loras"
     assert httpx.get(f"{url}/v1/loras").json()["data"] == []
     assert picture(url, seed=1) == plain

@@ -293,7 +293,11 @@ class NewLora:
         try:
             await self.context.studio.load_lora(model, lora)
         except ValueError as error:
-            raise RequestError(str(error), "path" if self.body.path is not None else "file") from None
+            raise RequestError(str(error), self._param(getattr(error, "field", "file"))) from None
+
+    def _param(self, field: str) -> str:
+        """Return the parameter to blame: in JSON, ``path`` for both files."""
+        return "path" if self.body.path is not None and field in ("file", "config") else field
 
     @asynccontextmanager
     async def _undone(self, record: LoraRecord) -> AsyncIterator[None]:
@@ -325,7 +329,7 @@ class NewLora:
         for name, limit in (("file", self.context.settings.max_lora_bytes), ("config", MAX_CONFIG_BYTES)):
             if sizes.get(name, 0) > limit:
                 message = f"The {name} of the adapter has {sizes[name]} bytes; at most {limit} are allowed"
-                raise ApiError(413, message, param=name)
+                raise ApiError(413, message, param=self._param(name))
             if name in sizes:
                 self.files[name].seek(0)
         return sizes["file"]

@@ -284,7 +284,7 @@ def test_who_leaves_deletes_the_clip() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--image", "nowhere.png"), "nowhere.png cannot be read: No such file or directory"),
+        (("--image", "nowhere.png"), "nowhere.png: No such file or directory"),
         (("--lora", "ink:much"), "--lora ink:much: 'much' is no number; write NAME:SCALE"),
         (("--lora", "ink"), "its adapters: none"),
         (("--strength", "0.5"), "--strength is for input pictures: add --image FILE"),

@@ -61,6 +61,24 @@ def test_what_is_not_installed_is_told_with_the_extra_that_has_it() -> None:
     assert "pip install '.[export]'" in line
 
 
+CALIBRATE = ("calibrate", "--model", "flux-shapes", "--out", "scales.json", "--prompts")
+GENERATE = ("generate", "a", "--out", "a.png", "--url", "http://127.0.0.1:9")
+
+
+@pytest.mark.parametrize("command", [("show",), CALIBRATE, (*GENERATE, "--api-key-file"), (*GENERATE, "--image")])
+def test_a_file_that_cannot_be_read_is_named(command: tuple[str, ...], tmp_path: Path) -> None:
+    for path, reason in ((tmp_path / "gone", "No such file or directory"), (tmp_path, "Is a directory")):
+        result = troupe(*command, str(path))
+        assert_one_line(result, str(path), reason)
+        assert "Errno" not in result.stderr
+
+
+@pytest.mark.parametrize("command", [("serve",), ("doctor", "--config"), ("models", "--config"), CALIBRATE])
+def test_a_file_that_is_no_text_is_named(command: tuple[str, ...], tmp_path: Path) -> None:
+    (file := tmp_path / "file").write_bytes(b"PK\xff")
+    assert_one_line(troupe(*command, str(file)), f"{file} is not text in UTF-8")
+
+
 def test_a_server_without_its_keys_does_not_start(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TROUPE_API_KEYS_FILE", str(tmp_path / "keys"))
     assert_one_line(troupe("serve"), f"the key file {tmp_path / 'keys'} cannot be read")

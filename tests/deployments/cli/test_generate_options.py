@@ -185,5 +185,5 @@ def test_files_have_the_names_of_the_form(tmp_path: Path) -> None:
     image, *others = paths.items()
     inputs = generate.Inputs(images=(image[1],), videos=(paths["video"],), **dict(others[:-1]))
     assert inputs.read() == [(name, (f"{name}.bin", name.encode())) for name in paths]
-    with pytest.raises(ValueError, match=r"gone\.png cannot be read: No such file"):
+    with pytest.raises(FileNotFoundError, match=r"gone\.png"):
         generate.Inputs(images=(tmp_path / "gone.png",)).read()

@@ -71,8 +71,10 @@ def test_a_server_that_does_not_answer_is_one_line() -> None:
     assert_one_line(troupe("models", "--url", "http://127.0.0.1:9"), "http://127.0.0.1:9")
 
 
-def test_a_file_that_cannot_be_written_is_one_line() -> None:
-    assert explain(PermissionError(13, "Permission denied", "a.png")) == "[Errno 13] Permission denied: 'a.png'"
+def test_an_error_of_the_system_is_one_line() -> None:
+    assert explain(PermissionError(13, "Permission denied", "a.png")) == "a.png: Permission denied"
+    assert explain(OSError(28, "No space left on device")) == "No space left on device"
+    assert explain(OSError("the hub has no such file")) == "the hub has no such file"
     assert explain(KeyError("ours")) is None
 
 

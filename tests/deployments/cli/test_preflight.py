@@ -93,12 +93,21 @@ def test_keys_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_all_faults_are_told_together() -> None:
     config = with_model(path="nowhere", decoder={"num_gpus": 64})
     assert len(list(problems(config))) == 2
-    refused, unknown = (
-        next(problems(with_model(**model)))
-        for model in ({"recipes": {"draft": {"num_inference_steps": 300}}}, {"qualities": {"low": "draft"}})
-    )
-    assert "the recipe draft of pictures: num_inference_steps is 300; it must be from 1 to 100" in refused
-    assert "qualities.low of pictures is 'draft'; the model's recipes: none" in unknown
+    recipes = {
+        "draft": {"num_inference_steps": 300},
+        "usual": {"num_inference_steps": 4},
+        "ink": {"lora": [{"name": "ink"}]},
+    }
+    found = list(problems(with_model(recipes=recipes, qualities={"low": "none", "high": "nor this"})))
+    assert found == [
+        f"the model pictures: {problem}"
+        for problem in (
+            "qualities.low of pictures is 'none'; the model's recipes: draft, usual, ink",
+            "qualities.high of pictures is 'nor this'; the model's recipes: draft, usual, ink",
+            "the recipe draft of pictures: num_inference_steps is 300; it must be from 1 to 100",
+            "the recipe ink of pictures: the model has no adapter ink; its adapters: none",
+        )
+    ]
 
 
 def test_a_configuration_that_can_run(tmp_path: Path) -> None:

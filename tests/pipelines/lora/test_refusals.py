@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.differences import as_products
 from pipelines.lora.source import LoraSource
-from tests.pipelines.lora.support.keys import Tensors, added, check, pair, plain, written
+from tests.pipelines.lora.support.keys import RANK, Tensors, added, check, pair, plain, product, written
 
 PROJ_OUT = torch.ones(16, 64)
 ODD = r"factors are matrices and biases vectors, with at least one element; these are not: proj_out\.lora_"
@@ -109,6 +109,37 @@ def test_what_nothing_reads_is_named(small: Callable[[str], Path], tmp_path: Pat
     model, make, message = LOST[name]
     with pytest.raises(ValueError, match=message):
         added(small(model), written(make(model), tmp_path), part)
+
+
+TO_OUT, Q = "transformer_blocks.0.attn.to_out.0", "blocks.0.attn1.to_q"
+ALONE: dict[str, tuple[str, ...]] = {
+    "own names": ("flux", "transformer.proj_out", "proj_out", "transformer.x_embedder"),
+    "a layer that is not there": ("z", *(f"layers.{block}.attention.to_q" for block in (0, 0, 9))),
+    "kohya's last layer": ("flux", "lora_unet_double_blocks_0_img_attn_proj", TO_OUT, "lora_unet_final_layer_linear"),
+    "kohya": ("flux", "lora_unet_double_blocks_0_img_attn_proj", TO_OUT, "lora_unet_double_blocks_0_txt_attn_proj"),
+    "makers": ("wan", "diffusion_model.blocks.0.self_attn.q", Q, "diffusion_model.blocks.0.self_attn.k"),
+    "a text encoder's": ("wan", "lora_unet_blocks_0_self_attn_q", Q, "lora_te1_text_model_encoder_layers_0_mlp_fc1"),
+}
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_an_alpha_without_factors_is_told_and_changes_nothing(
+    small: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    """ComfyUI passes over it, and diffusers in some layouts; tools that drop layers leave it behind."""
+    model, key, layer, alone = ALONE[name]
+    tensors = pair(key, *plain(small(model))[f"{layer}.weight"].shape, alpha=3.0)
+    file = written(tensors | {f"{alone}.alpha": torch.tensor(5.0)}, tmp_path)
+    check(added(small(model), file), {f"{layer}.weight": product(tensors, key, 3.0 / RANK)})
+    assert f"{file} has alphas of layers without factors, which change nothing: {alone}.alpha" in caplog.text
+
+
+def test_an_alpha_under_another_name_of_a_layer_is_not_lost(small: Callable[[str], Path], tmp_path: Path) -> None:
+    tensors = own("down") | {"proj_out.alpha": torch.tensor(5.0)}
+    with pytest.raises(ValueError, match=r"proj_out\.alpha"):
+        added(small("flux"), written(tensors, tmp_path))
+    with pytest.raises(ValueError, match="has no layers for FluxTransformer2DModel: is it a LoRA adapter"):
+        added(small("flux"), written({"transformer.proj_out.alpha": torch.tensor(5.0)}, tmp_path))
 
 
 @pytest.mark.parametrize(

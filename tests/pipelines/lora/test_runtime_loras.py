@@ -20,7 +20,7 @@ from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.lora.lora_cache import LoadedLora, LoraCache
-from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits
+from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, AdapterError, LoraLimits
 from pipelines.request import Lora
 from tests.engines.support.gloo import gang
 from tests.pipelines.lora.support.jobs import MODELS, ONE, TURNS, Served, Setting, folder_of, painted
@@ -255,6 +255,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no number": (with_config(lora_alpha=[1]), "the config of the adapter 'ink' has a value of another kind"),
     "an endless alpha": (with_config(lora_alpha=math.inf), "has the scale inf for"),
 }
+IN_CONFIG = ("a pattern", "groups in a pattern", "no pattern", "no config", "no number")
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -264,9 +265,10 @@ def test_broken_files_are_refused(kind: str, served: Callable[[str], Served], tm
     spoil, message = BROKEN[kind]
     spoil(tmp_path / "folder" / LORA_FILE)
     cache = cache_of(here.folder)
-    with pytest.raises(ValueError, match=message) as refusal:
+    with pytest.raises(AdapterError, match=message) as refusal:
         cache.load(ink)
     assert str(tmp_path) not in str(refusal.value), "clients need not know where files are"
+    assert refusal.value.field == ("config" if kind in IN_CONFIG else "file")
     assert list(cache) == []
 
 
@@ -284,5 +286,6 @@ def test_another_models_file_and_a_part_that_is_not_there(served: Callable[[str]
     wan, cache = folder_of(served("wan").one, tmp_path / "wan"), cache_of(served("qwen").folder)
     with pytest.raises(ValueError, match="the adapter 'ink' is for another model"):
         cache.load(Lora(name="ink", folder=wan))
-    with pytest.raises(ValueError, match="part 'unet': the model has transformer"):
+    with pytest.raises(AdapterError, match="part 'unet': the model has transformer") as refusal:
         cache.load(Lora(name="ink", folder=wan, part="unet"))
+    assert refusal.value.field == "part"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from deployments.clips.storage import StorageLostError
 from deployments.http.settings import ApiLimits
 from deployments.lora_store import KEEP_S, LoraStore
 from deployments.service.interface import ModelUnavailableError
-from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, LoraLimits
+from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, AdapterError, LoraLimits
 from pipelines.request import Lora
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.test_keys import by
@@ -53,6 +54,16 @@ async def names(client: httpx.AsyncClient, key: str) -> list[str]:
 def error_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:
     error = answer.json()["error"]
     return answer.status_code, error["code"], error["param"]
+
+
+def failing(failure: Exception) -> Callable[[Lora], None]:
+    """What loads an adapter whose files are there, and fails."""
+
+    def fail(lora: Lora) -> None:
+        assert (Path(lora.folder) / LORA_FILE).is_file()
+        raise failure
+
+    return fail
 
 
 def folders(data_dir: Path) -> set[str]:
@@ -144,21 +155,20 @@ async def test_adapters_that_come_at_once_have_no_more_places(studio: FakeStudio
 
 
 @pytest.mark.parametrize(
-    ("failure", "status", "code"),
+    ("failure", "status", "code", "param"),
     [
-        (ValueError("the adapter 'ink' has values that are not finite"), 400, "invalid_value"),
-        (ModelUnavailableError("no gang was there"), 503, "model_not_ready"),
-        (RuntimeError("?"), 500, "internal"),
+        (ValueError("this model takes no adapters at run time"), 400, "invalid_value", "file"),
+        (AdapterError("the adapter 'ink' has values that are not finite", "file"), 400, "invalid_value", "file"),
+        (AdapterError("an adapter for part 'unet'", "part"), 400, "invalid_value", "part"),
+        (AdapterError("the config is no object", "config"), 400, "invalid_value", "config"),
+        (ModelUnavailableError("no gang was there"), 503, "model_not_ready", None),
+        (RuntimeError("?"), 500, "internal", None),
     ],
 )
 async def test_nothing_is_left_of_one_that_no_gang_takes(
-    failure: Exception, status: int, code: str, studio: FakeStudio, tmp_path: Path
+    failure: Exception, status: int, code: str, param: str | None, studio: FakeStudio, tmp_path: Path
 ) -> None:
-    def fail(lora: Lora) -> None:
-        assert (Path(lora.folder) / LORA_FILE).is_file()
-        raise failure
-
-    studio.on_load = fail
+    studio.on_load = failing(failure)
     app = build(studio, tmp_path)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (
@@ -166,7 +176,7 @@ async def test_nothing_is_left_of_one_that_no_gang_takes(
         httpx.AsyncClient(transport=transport, base_url="http://localhost") as client,
     ):
         answer = await add(client)
-        assert error_of(answer)[:2] == (status, code)
+        assert error_of(answer) == (status, code, param)
         assert (await client.get(LORAS)).json()["data"] == []
         assert folders(tmp_path) == set()
         studio.on_load = lambda lora: None
@@ -215,6 +225,12 @@ async def test_paths_below_the_allowed_folders(studio: FakeStudio, tmp_path: Pat
         assert {path.name for path in two.iterdir()} == {LORA_FILE}
         assert (two / LORA_FILE).read_bytes() == FILE
         assert error_of(await client.post(LORAS, json={"model": MODEL, "name": "x"}))[1:] == ("missing_field", "path")
+        studio.on_load = failing(AdapterError("its part", "part"))
+        assert error_of(await add_path(client, "peft", "three")) == (400, "invalid_value", "part")
+        studio.on_load = failing(AdapterError("its config", "config"))
+        assert error_of(await add_path(client, "peft", "three")) == (400, "invalid_value", "path")
+    async with client_of(build(studio, tmp_path / "small", lora_folders=(allowed,), max_lora_bytes=1)) as client:
+        assert error_of(await add_path(client, "peft")) == (413, "body_too_large", "path")
     async with client_of(build(studio, tmp_path / "none")) as client:
         assert "allows no folder" in (await add_path(client, "peft")).json()["error"]["message"]
 

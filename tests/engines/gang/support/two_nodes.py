@@ -25,7 +25,8 @@ async def ranks_on_nodes() -> list[str]:
 
 
 def main() -> None:
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    head = {"num_cpus": 2, "include_dashboard": False, "dashboard_agent_listen_port": 0}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     cluster.add_node(num_cpus=2)
     ray.init(address=cluster.address, logging_level=logging.ERROR, log_to_driver=False)
     try:
