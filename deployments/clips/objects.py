@@ -244,7 +244,7 @@ def _name(clip_id: str, name: str = "") -> str:
 
 @dataclass(kw_only=True, slots=True)
 class ObjectOrphans:
-    """Objects of clips without a record, which are deleted."""
+    """Objects of clips without a record. The second look deletes them: a wrong database URL may be corrected."""
 
     bucket: Bucket
     """Where the objects are."""
@@ -252,13 +252,17 @@ class ObjectOrphans:
     """Age at which they are deleted, and interval at which all objects are listed."""
     _listed_s: float | None = field(default=None, init=False)
     """When all objects were listed last; None: never."""
+    _is_new: bool = field(default=False, init=False)
+    """Whether they were listed since the last sweep."""
+    _unknown_ids: set[str] = field(default_factory=set, init=False)
+    """Ids without a record at the look before."""
 
     def folders(self) -> list[str]:
         """Return the ids that have old objects alone; none before it is time to look again."""
         now_s = time.monotonic()
         if self._listed_s is not None and now_s - self._listed_s < self.patience_s:
             return []
-        self._listed_s = now_s
+        self._listed_s, self._is_new = now_s, True
         newest_s: defaultdict[str, float] = defaultdict(float)
         for one in self.bucket.list("videos"):
             clip_id = one.name.split("/")[1]
@@ -266,6 +270,9 @@ class ObjectOrphans:
         return [clip_id for clip_id, modified_s in newest_s.items() if modified_s < time.time() - self.patience_s]
 
     def sweep(self, unknown_ids: set[str]) -> None:
-        """Delete the objects of ``unknown_ids``."""
-        for clip_id in unknown_ids:
+        """Delete the objects of ``unknown_ids`` that had no record ``patience_s`` ago either."""
+        if not self._is_new:
+            return
+        for clip_id in unknown_ids & self._unknown_ids:
             ClipObjects(bucket=self.bucket).remove(clip_id)
+        self._unknown_ids, self._is_new = unknown_ids, False

@@ -198,6 +198,22 @@ async def test_objects_without_a_record_are_swept(storage: str, tmp_path: Path) 
             await asyncio.sleep(0.05)
 
 
+def test_objects_are_swept_at_the_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server with a wrong database knows none of the clips."""
+    now_s = [time.time()]
+    bucket = Bucket("memory://orphans")
+    ClipObjects(bucket=bucket).write("video_1", "video", b"made by another server")
+    orphans = objects.ObjectOrphans(bucket=bucket, patience_s=60.0)
+    monkeypatch.setattr(objects, "time", SimpleNamespace(time=lambda: now_s[0], monotonic=lambda: now_s[0]))
+    found = []
+    for look_s in (61, 10, 60):
+        now_s[0] += look_s
+        found.append(orphans.folders())
+        orphans.sweep(set(found[-1]))
+        found.append([one.name for one in bucket.list("videos")])
+    assert found == [["video_1"], ["videos/video_1/clip.mp4"], [], ["videos/video_1/clip.mp4"], ["video_1"], []]
+
+
 async def test_while_the_storage_is_away_it_is_503_and_afterwards_as_before(
     endpoint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
