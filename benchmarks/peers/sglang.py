@@ -126,6 +126,8 @@ def begin(layout: ParallelSpec) -> None:
     )
     if not (torch.cuda.is_available() and importlib.util.find_spec("cutlass")):
         _make_do_without_cute()
+    if layout.context > 1:
+        _exchange_by_nccl_in_captures()
     torch.backends.cuda.enable_cudnn_sdp(allowed)  # it forbids cuDNN's attention to the whole process
 
 
@@ -139,6 +141,21 @@ def _make_do_without_cute() -> None:
     for norm in (layernorm._NormScaleShift, layernorm._ScaleResidualNormScaleShift):
         norm.forward_cpu = norm.forward_cuda = norm.forward_native
     sys.modules[ROTARY_IN_CUTE] = _nothing_of(ROTARY_IN_CUTE)
+
+
+def _exchange_by_nccl_in_captures() -> None:
+    """Leave out its copies between GPUs while a graph is captured.
+
+    They wait for counters that its Python raises at each call. A replay would wait for old ones, which is no waiting.
+    """
+    module = importlib.import_module("sglang.multimodal_gen.runtime.distributed.device_communicators.ipc_a2a_multi")
+    is_ready = module.ipc_a2a_multi_ready
+
+    def is_ready_outside_captures(*words: Any, **options: Any) -> bool:
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return not captures and is_ready(*words, **options)
+
+    module.ipc_a2a_multi_ready = is_ready_outside_captures
 
 
 def _nothing_of(name: str) -> ModuleType:
