@@ -148,7 +148,8 @@ def _exchange_by_nccl_in_captures() -> None:
 
     They wait for counters that its Python raises at each call. A replay would wait for old ones, which is no waiting.
     """
-    module = importlib.import_module("sglang.multimodal_gen.runtime.distributed.device_communicators.ipc_a2a_multi")
+    place = "sglang.multimodal_gen.runtime.distributed.device_communicators.ipc_a2a_multi"
+    module: Any = importlib.import_module(place)
     is_ready = module.ipc_a2a_multi_ready
 
     def is_ready_outside_captures(*words: Any, **options: Any) -> bool:

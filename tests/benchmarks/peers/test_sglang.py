@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,14 +122,19 @@ def test_what_is_not_there_says_that_it_cannot_be_used() -> None:
 
 def test_copies_between_gpus_are_left_out_of_captured_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[object] = []
-    copies = SimpleNamespace(ipc_a2a_multi_ready=lambda group, enabled: asked.append((group, enabled)) or True)
-    monkeypatch.setattr(sglang.importlib, "import_module", lambda _: copies)
+
+    def is_ready(*words: object, enabled: bool) -> bool:
+        asked.append(words)
+        return enabled
+
+    copies = SimpleNamespace(ipc_a2a_multi_ready=is_ready)
+    monkeypatch.setattr(importlib, "import_module", lambda _: copies)
     sglang._exchange_by_nccl_in_captures()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for captures in (False, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
         assert copies.ipc_a2a_multi_ready("group", enabled=True) is not captures
-    assert asked == [("group", True)]
+    assert asked == [("group",)]
 
 
 def test_packages_that_are_imported_already_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
