@@ -308,10 +308,10 @@ def minimax_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def minimax_weights(module: Any) -> dict[str, Tensor]:
-    """Return diffusers' weights by its own names, stacked by its own loader, and the frequencies that it also loads."""
+    """Return diffusers' weights by its own names, stacked by its own loader, and a copy of the frequencies."""
     from sglang.multimodal_gen.runtime.models.dits.minimax_h3 import _diffusers_h3_checkpoint
 
-    frequencies = module.rope.inv_freq.float()
+    frequencies = module.rope.inv_freq.to(torch.float32, copy=True)
     return {**dict(_diffusers_h3_checkpoint(module.state_dict().items())), "rope.inv_freq": frequencies}
 
 

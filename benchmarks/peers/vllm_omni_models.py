@@ -162,21 +162,7 @@ def _minimax(transformer: Any, own: Mapping[str, Any]) -> Call:
     times = dict.fromkeys(("t_video", "t_audio", "imgvid_cond_timestep", "audio_ref_cond_timestep"), packed_time(own))
     rows = {"video_rows": own["hidden_states"][0], "audio_rows": own["audio_hidden_states"][0]}
     arguments = branch.forward_kwargs(**rows, **times)
-    _forget_in_captures(transformer.adaln_cache)
     return lambda: transformer(**arguments)
-
-
-def _forget_in_captures(cache: Any) -> None:
-    """Compute the modulations in a captured step. Otherwise it looks them up by what it copies to the host."""
-    look_up = cache.prepare
-
-    def prepare(embedding: Tensor) -> None:
-        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-            cache._input = cache._key = None
-        else:
-            look_up(embedding)
-
-    cache.prepare = prepare
 
 
 MODELS: dict[str, tuple[str, Prepare]] = {

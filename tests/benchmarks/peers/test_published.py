@@ -104,19 +104,6 @@ def test_a_peers_memory_is_free_whoever_holds_it_and_what_it_shares_is_whole() -
     assert weight.tolist() == [1, 1, 1]
 
 
-def test_modulations_are_looked_up_by_vllm_omni_but_in_captured_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A captured step must compute them: a look-up copies their input to the host."""
-    seen: list[float] = []
-    cache = SimpleNamespace(_input=1, _key="known", prepare=lambda x: seen.append(x.item()))
-    vllm_omni_models._forget_in_captures(cache)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for captures in (False, True):
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
-        cache.prepare(torch.tensor(2.0))
-        assert seen == [2.0]
-        assert (cache._input is cache._key is None) is captures
-
-
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 def test_peers_with_precisions_get_the_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
     """One of tensor parallelism divides nothing but weights. Branches lie on ranks one after the other."""
