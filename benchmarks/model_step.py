@@ -8,10 +8,10 @@
     python -m benchmarks.model_step Qwen-Image --branches 2
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --strategies guidance
 
-SGLang's and vLLM-Omni's transformers of FLUX, Z-Image, Qwen-Image, Wan and Cosmos 3 are timed where they are
-installed, and xDiT's attention in FLUX.1. On several GPUs they are divided as these projects do it
-(benchmarks/peers/published.py). ``sglang-graphs`` is SGLang with its own CUDA graphs. A name that ends with
-``-captured`` is a step captured whole in one CUDA graph:
+SGLang's and vLLM-Omni's transformers of FLUX, Z-Image, Qwen-Image, Wan, Cosmos 3, LTX-2, MiniMax-H3 and HunyuanVideo
+1.5 (vLLM-Omni's alone) are timed where they are installed, and xDiT's attention in FLUX.1. On several GPUs they are
+divided as these projects do it (benchmarks/peers/published.py). ``sglang-graphs`` is SGLang with its own CUDA graphs. A
+name that ends with ``-captured`` is a step captured whole in one CUDA graph:
 
     python -m benchmarks.model_step Qwen-Image --branches 2 --makers sglang vllm-omni sglang-blocks diffusers ours
     torchrun --nproc_per_node 2 -m benchmarks.model_step Qwen-Image --branches 2 --makers ours sglang sglang-captured
@@ -65,7 +65,7 @@ from engines.torch_engine.options import TorchOptions
 from pipelines.size import Size
 
 MODELS = ("Z-Image-Turbo", "Qwen-Image", "FLUX.2-klein-4B", "FLUX.2-dev")
-CLIPS = ("Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "HunyuanVideo-1.5-480p_t2v", "LTX-2", "Cosmos3-Nano")
+CLIPS = ("Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "HunyuanVideo-1.5-480p_t2v", "LTX-2", "MiniMax-H3", "Cosmos3-Nano")
 UNDIVIDED, RING, REDUCE_OVERHEAD = "diffusers-undivided", "diffusers-ring", "diffusers-reduce-overhead"
 OF_MODULE = ("eager", "diffusers", RING, UNDIVIDED, REDUCE_OVERHEAD)
 CAPTURABLE = (*OF_MODULE[:-1], *(peer for peer in PEERS if peer != "sglang-graphs"))

@@ -36,8 +36,8 @@ def draw_vectors(module: nn.Module) -> None:
 def without_init(package: str, *subpackages: str) -> None:
     """Import modules of these packages from here on without running the packages' ``__init__``.
 
-    Some projects import all that they have, with its optional needs, or change other projects' code on import.
-    ValueError if the package is not installed.
+    Some projects import all that they have, with its optional needs, or change other projects' code on import. A
+    package that is imported already stays as it is. ValueError if the package is not installed.
     """
     found = importlib.util.find_spec(package)
     if found is None or found.submodule_search_locations is None:
@@ -46,4 +46,4 @@ def without_init(package: str, *subpackages: str) -> None:
     for name in (package, *subpackages):
         bare = ModuleType(name)
         bare.__path__ = ["/".join((root, *name.split(".")[1:]))]
-        sys.modules[name] = bare
+        sys.modules.setdefault(name, bare)

@@ -1,4 +1,4 @@
-"""Types of the tables of peers' models, and the inputs of Cosmos 3 that peers share."""
+"""Types of the tables of peers' models, and the inputs of Cosmos 3 and MiniMax-H3 that peers share."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
+ROWS = 64
+"""Peers fill up the packed sequence of MiniMax-H3 to a multiple of so many rows."""
+PADDING = -1
+"""Tag of a row that is none of video, text and audio."""
 Call = Callable[[], Any]
 Prepare = Callable[[Any, Mapping[str, Any]], Call]
 """Makes the forward of one branch from a peer's transformer and diffusers' arguments of that branch. It also makes what
@@ -53,3 +59,39 @@ class ClipOfText:
             positions=positions[..., length:],
             timestep=own["vision_timesteps"][:1],
         )
+
+
+def packed_clip(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of both peers' ``MiniMaxH3DenoiseBranch``, but the device.
+
+    diffusers' packed sequence has no rows to fill it up. ValueError for clips with conditions, which have timesteps of
+    their own.
+    """
+    if own["timestep"].numel() != 1:
+        raise ValueError("peers are timed for clips that MiniMax-H3 makes of text alone")
+    tags, positions, video = own["token_tags"], own["position_ids"], own["video_indices"]
+    rest = -len(tags) % ROWS
+    packed = {
+        "seq_len": len(tags) + rest,
+        "img_pos": video,
+        "audio_pos": own["audio_indices"],
+        "text_pos": own["text_indices"],
+        "update_mask": torch.ones_like(video, dtype=torch.bool),
+        "img_position_ids": pad(positions, (0, 0, 0, rest)),
+        "cu_seqlens": torch.tensor([0, len(tags), len(tags) + rest], dtype=torch.int32),
+        "video_row_start": int(video[0]),
+        "latent_grid": torch.tensor([axis.unique().numel() for axis in positions[video].unbind(1)]),
+    }
+    tags = pad(tags, (0, rest), value=PADDING)
+    return {"packed": packed, "text_embeddings": own["encoder_hidden_states"][0], "token_tags": tags}
+
+
+def modulation_sizes(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return widths of MiniMax-H3's modulations, which peers do not derive. Each of three kinds of rows has its own."""
+    return {"adaln_out_features": 18 * config["hidden_size"], "final_adaln_out_features": 2 * config["hidden_size"]}
+
+
+def packed_time(own: Mapping[str, Any]) -> float:
+    """Return the timestep of all rows of MiniMax-H3's packed sequence."""
+    time: float = own["timestep"].item()
+    return time

@@ -1,7 +1,7 @@
 """Other projects' transformers of published models, on one GPU or several, on the same weights.
 
-SGLang's and vLLM-Omni's of FLUX, Z-Image, Qwen-Image, Wan and Cosmos 3, and xDiT's attention in FLUX.1. Several GPUs
-divide a step as the projects do it themselves.
+SGLang's and vLLM-Omni's of FLUX, Z-Image, Qwen-Image, Wan, Cosmos 3, LTX-2 and MiniMax-H3, vLLM-Omni's of
+HunyuanVideo 1.5, and xDiT's attention in FLUX.1. Several GPUs divide a step as the projects do it themselves.
 """
 
 from __future__ import annotations

@@ -25,6 +25,14 @@ from engines.core.spec import ParallelSpec
 Compiled = Literal["", "whole", "blocks", "graphs"]
 ROTARY_IN_CUTE = "sglang.kernels.ops.diffusion.rope.rmsnorm_interleaved_rope_cutedsl"
 LENGTHS = ("cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+FUSIONS = (
+    "FUSED_LINEAR_GELU",
+    "FUSED_LN_MODULATE",
+    "LTX2_QKNORM_SPLIT_ROPE",
+    "LTX2_RMS_NORM_MODULATE",
+    "MINIMAX_H3_NORM_MODULATE",
+)
+"""What its default quality, "lossless", allows of those that these models have."""
 TRAINED_STEPS = 1000
 """Factor of timesteps and guidance, as its pipeline passes them."""
 
@@ -43,11 +51,11 @@ def loaded(
     ``--enable-breakable-cuda-graph``, "" its default. ``precision`` "fp8" is its ``--quantization fp8``.
     ``weights`` are those parameters by the names of its checkpoints, where diffusers has others.
     """
-    from sglang.kernels.ops.diffusion import FUSED_LINEAR_GELU, FUSED_LN_MODULATE
+    from sglang.kernels.ops import diffusion as fusions
     from sglang.multimodal_gen.runtime.loader.utils import get_param_names_mapping, hf_to_custom_state_dict
 
     quantization = None if precision == "native" else _quantization(precision)
-    with default_dtype(next(module.parameters()).dtype), torch.device("meta"):
+    with default_dtype(module.dtype), torch.device("meta"):
         transformer = transformer_class(config, hf_config=dict(module.config), quant_config=quantization)
     names = set(transformer.state_dict())
     mapping = get_param_names_mapping(transformer.param_names_mapping, names)
@@ -56,10 +64,10 @@ def loaded(
     for layer in transformer.modules() if quantization else ():
         if hasattr(layer, "quant_method"):
             layer.quant_method.process_weights_after_loading(layer)
-    _finish_loading(transformer, next(module.parameters()).dtype)
+    _finish_loading(transformer, module.dtype)
     transformer.eval().requires_grad_(False)
-    for fusion in (FUSED_LINEAR_GELU, FUSED_LN_MODULATE):
-        fusion.mount(transformer)  # what its default quality, "lossless", allows of those that this model has
+    for name in FUSIONS:
+        getattr(fusions, name).mount(transformer)
     if compiled == "graphs":
         return GraphedTransformer(transformer)
     if compiled:
@@ -118,6 +126,8 @@ def begin(layout: ParallelSpec) -> None:
     )
     if not (torch.cuda.is_available() and importlib.util.find_spec("cutlass")):
         _make_do_without_cute()
+    if layout.context > 1:
+        _exchange_by_nccl_in_captures()
     torch.backends.cuda.enable_cudnn_sdp(allowed)  # it forbids cuDNN's attention to the whole process
 
 
@@ -131,6 +141,22 @@ def _make_do_without_cute() -> None:
     for norm in (layernorm._NormScaleShift, layernorm._ScaleResidualNormScaleShift):
         norm.forward_cpu = norm.forward_cuda = norm.forward_native
     sys.modules[ROTARY_IN_CUTE] = _nothing_of(ROTARY_IN_CUTE)
+
+
+def _exchange_by_nccl_in_captures() -> None:
+    """Leave out its copies between GPUs while a graph is captured.
+
+    They wait for counters that its Python raises at each call. A replay would wait for old ones, which is no waiting.
+    """
+    place = "sglang.multimodal_gen.runtime.distributed.device_communicators.ipc_a2a_multi"
+    module: Any = importlib.import_module(place)
+    is_ready = module.ipc_a2a_multi_ready
+
+    def is_ready_outside_captures(*words: Any, **options: Any) -> bool:
+        captures = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+        return not captures and is_ready(*words, **options)
+
+    module.ipc_a2a_multi_ready = is_ready_outside_captures
 
 
 def _nothing_of(name: str) -> ModuleType:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.models.making import without_init
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import sglang
-from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
+from benchmarks.peers.calls import Call, ClipOfText, Prepare, known, modulation_sizes, packed_clip, packed_time
 from engines.core.spec import ParallelSpec
 
 GROUPS = "sglang.multimodal_gen.runtime.distributed.parallel_state"
@@ -45,6 +46,8 @@ FLUX3_NAMES = {
     r"^norm_out\.linear": "final_layer.image.adaLN_modulation.1",
 }
 """Patterns of diffusers' names of weights, and what the checkpoints say instead."""
+MINIMAX = "MiniMaxH3Transformer3DModel"
+MINIMAX_STAGES = "sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.minimax_h3"
 
 
 def transformer_of(
@@ -62,8 +65,9 @@ def transformer_of(
         importlib.import_module(f"sglang.multimodal_gen.configs.models.dits.{config_module}"), config_class
     )()
     options = {NAMES.get(key, key): value for key, value in module.config.items() if not key.startswith("_")}
-    config.update_model_arch(flux3_options(module.config) if name == FLUX3 else options)
-    weights = flux3_weights(module.state_dict()) if name == FLUX3 else module.state_dict()
+    options = OPTIONS[name](module.config) if name in OPTIONS else options
+    config.update_model_arch(options)
+    weights = WEIGHTS[name](module) if name in WEIGHTS else module.state_dict()
     return sglang.loaded(transformer_class, config, module, COMPILED[maker], precision, weights), prepare
 
 
@@ -201,8 +205,9 @@ def flux3_options(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def flux3_weights(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def flux3_weights(module: Any) -> dict[str, Tensor]:
     """Return diffusers' weights of a FLUX.3 by the names of its checkpoints, which SGLang reads, in one dtype."""
+    weights = module.state_dict()
     scale_shift = weights["norm_out.linear.weight"]
     renamed = {_flux3_name(name): weight.to(scale_shift.dtype) for name, weight in weights.items()}
     renamed["final_layer.image.adaLN_modulation.1.weight"] = torch.cat(scale_shift.chunk(2)[::-1])
@@ -253,6 +258,86 @@ def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
     )
 
 
+def _ltx2(transformer: Any, own: Mapping[str, Any]) -> Call:
+    """Prepare a call. Each rank has whole frames of the clip, and all of its sound.
+
+    The transformer keeps one branch's keys and values of text: its pipeline makes branches in one batch.
+    """
+    from sglang.multimodal_gen.configs.pipeline_configs.ltx_2 import LTX2PipelineConfig
+    from sglang.multimodal_gen.runtime.distributed.parallel_state import get_sp_parallel_rank, get_sp_world_size
+
+    if transformer._prompt_kv_buffers or own["num_frames"] % get_sp_world_size() or not _all_valid(own):
+        raise ValueError("SGLang is timed for one branch of LTX-2 without padding, with equal frames for each rank")
+    config, ranks = LTX2PipelineConfig(), get_sp_world_size()
+    size = {name: config.vae_scale_factor * own[name] for name in ("height", "width")}
+    batch = sglang.Arguments(**size)
+    mine, _ = config.shard_latents_for_sp(batch, own["hidden_states"])
+    with torch.inference_mode():
+        texts = (own["encoder_hidden_states"], own["audio_encoder_hidden_states"])
+        prompt = transformer.prepare_prompt_kv(*texts)
+    kept = ("audio_hidden_states", "timestep", "audio_timestep", "height", "width", "fps", "audio_num_frames")
+    call = call_of(
+        transformer,
+        hidden_states=mine,
+        encoder_hidden_states=None,
+        audio_encoder_hidden_states=None,
+        num_frames=own["num_frames"] // ranks,
+        video_coords=own["video_coords"].chunk(ranks, dim=2)[get_sp_parallel_rank() if ranks > 1 else 0],
+        audio_coords=own["audio_coords"],
+        cached_prompt_kv=prompt,
+        return_latents=False,
+        return_dict=False,
+        **{name: own[name] for name in kept},
+    )
+
+    def whole() -> tuple[Tensor, Tensor]:
+        clip, sound = call()
+        return config.gather_latents_for_sp(clip, batch), sound
+
+    return whole
+
+
+def _all_valid(own: Mapping[str, Any]) -> bool:
+    return all(bool(own[name].all()) for name in ("encoder_attention_mask", "audio_encoder_attention_mask"))
+
+
+def minimax_options(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return its configuration of MiniMax-H3, for weights in diffusers' order."""
+    own = {name: value for name, value in config.items() if not name.startswith("_")}
+    return {**own, **modulation_sizes(own), "checkpoint_uses_diffusers_layout": True}
+
+
+def minimax_weights(module: Any) -> dict[str, Tensor]:
+    """Return diffusers' weights by its own names, stacked by its own loader, and a copy of the frequencies."""
+    from sglang.multimodal_gen.runtime.models.dits.minimax_h3 import _diffusers_h3_checkpoint
+
+    frequencies = module.rope.inv_freq.to(torch.float32, copy=True)
+    return {**dict(_diffusers_h3_checkpoint(module.state_dict().items())), "rope.inv_freq": frequencies}
+
+
+def _minimax(transformer: Any, own: Mapping[str, Any]) -> Call:
+    """Prepare a call, with text and rotary embedding made before, as its stage of denoising does."""
+    parents = MINIMAX_STAGES.split(".")
+    without_init(parents[0], *(".".join(parents[:end]) for end in range(5, len(parents) + 1)))
+    loop = importlib.import_module(f"{MINIMAX_STAGES}.denoise_loop")
+    device, time = own["hidden_states"].device, packed_time(own)
+    branch = loop.MiniMaxH3DenoiseBranch(**packed_clip(own), device=device)
+    given = branch.static_kwargs
+    with torch.inference_mode():
+        lengths = given["refiner_packed_seq_params"]["cu_seqlens_q"]
+        text = transformer.refine_prompt_embeds(given["prompt_embeds"], lengths, device=device)
+        rotary = transformer.build_rope_cache(given["img_position_ids"], device=device)
+    given |= {"prompt_embeds": text, "refined_prompt_embeds_length": len(text), "rope_cache": rotary}
+    times = branch.prepare_timestep_plan(
+        video_timesteps=[time],
+        audio_timesteps=[time],
+        imgvid_cond_noise_aug=time,
+        audio_ref_cond_noise_aug=time,
+    )
+    rows = {"video_rows": own["hidden_states"][0], "audio_rows": own["audio_hidden_states"][0]}
+    return call_of(transformer, **branch.forward_kwargs(**rows, step_timesteps=times[0]))
+
+
 MODELS: dict[str, tuple[str, str, Prepare]] = {
     "FluxTransformer2DModel": ("flux", "flux:FluxConfig", _flux),
     "Flux2Transformer2DModel": ("flux_2", "flux:FluxConfig", _flux2),
@@ -261,8 +346,14 @@ MODELS: dict[str, tuple[str, str, Prepare]] = {
     FLUX3: ("flux3_image:Flux3ImageDiT", "flux3:Flux3DiTConfig", _flux3),
     "WanTransformer3DModel": ("wanvideo", "wanvideo:WanVideoConfig", _wan),
     "Cosmos3OmniTransformer": ("cosmos3video", "cosmos3video:Cosmos3VideoConfig", _cosmos),
+    "LTX2VideoTransformer3DModel": ("ltx_2", "ltx_2:LTX2Config", _ltx2),
+    MINIMAX: ("minimax_h3:MiniMaxH3DiTModel", "minimax_h3:MiniMaxH3DiTConfig", _minimax),
 }
 """Places of the transformer (with its name, where it has its own) and of its configuration, and what prepares a call,
 by diffusers' class."""
 NAMES = {"n_layers": "num_layers", "n_heads": "num_attention_heads", "rope_axes_dim": "mrope_section"}
 """Names of parameters in diffusers by those here, for Z-Image and Cosmos 3."""
+OPTIONS = {FLUX3: flux3_options, MINIMAX: minimax_options}
+"""What makes its configuration from that of diffusers, where names are not enough."""
+WEIGHTS = {FLUX3: flux3_weights, MINIMAX: minimax_weights}
+"""What makes its weights from diffusers' module, where its names of parameters are not enough."""

@@ -31,7 +31,7 @@ def loaded(transformer_class: Any, options: dict[str, Any], module: Any, od_conf
     device, quant_config = next(module.parameters()).device, od_config.quantization_config
     if not has_room(device, module):
         module.to("cpu")  # which takes longer than all else
-    with default_dtype(next(module.parameters()).dtype), set_current_diffusion_config(od_config), device:
+    with default_dtype(module.dtype), set_current_diffusion_config(od_config), device:
         transformer = transformer_class(**options, quant_config=quant_config)
         names = {name for name, _ in transformer.named_parameters()}
         with torch.no_grad():
@@ -91,11 +91,11 @@ def cut_sequence(transformer: Any, plan: dict[str, Any], layout: ParallelSpec) -
 def make_importable() -> None:
     """Prepare imports. Call it before the first of its modules is imported.
 
-    Its ``__init__`` changes a language model's engine, those of Wan and Cosmos 3 import pipelines and a server's API.
+    Its ``__init__`` changes a language model's engine, those of models of clips import pipelines and a server's API.
     None of it is needed, nor is the FlashAttention of language models: picture models call fa3-fwd.
     """
-    bare = ("diffusion.models.wan2_2", "diffusion.models.cosmos3", "entrypoints.openai")
-    without_init("vllm_omni", *(f"vllm_omni.{name}" for name in bare))
+    bare = ("wan2_2", "cosmos3", "ltx2", "minimax_h3", "hunyuan_video")
+    without_init("vllm_omni", *(f"vllm_omni.diffusion.models.{name}" for name in bare), "vllm_omni.entrypoints.openai")
     library = "vllm.vllm_flash_attn._vllm_fa2_C"
     sys.modules.setdefault(library, ModuleType(library))
 

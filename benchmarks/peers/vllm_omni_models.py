@@ -12,12 +12,14 @@ from torch import Tensor
 
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import vllm_omni
-from benchmarks.peers.calls import Call, ClipOfText, Prepare, known
+from benchmarks.peers.calls import Call, ClipOfText, Prepare, known, modulation_sizes, packed_clip, packed_time
 from engines.core.spec import ParallelSpec
 
 GROUPS = "vllm_omni.diffusion.distributed.parallel_state"
 """Module of its groups of ranks."""
 FLUX = "FluxTransformer2DModel"
+COSMOS_ARGUMENTS = ("sound_gen", "sound_dim", "sound_latent_fps")
+"""What its transformer of Cosmos 3 does not look up in its configuration."""
 
 
 def transformer_of(
@@ -32,12 +34,17 @@ def transformer_of(
     place, prepare = known(MODELS, name)
     if name.startswith("Flux2") and module.config.guidance_embeds:
         place = "flux2.flux2_transformer"  # klein has a file of its own
-    od_config = vllm_omni.begin(next(module.parameters()).dtype, precision, layout)
+    od_config = vllm_omni.begin(module.dtype, precision, layout)
+    config = {key: value for key, value in module.config.items() if not key.startswith("_")}
+    config |= modulation_sizes(config) if name.startswith("MiniMax") else {}
+    _configure(od_config, config)
     if name.startswith("Cosmos3"):
-        transformer_class, options = _cosmos_class(), _cosmos_options(module, od_config)
+        transformer_class = _cosmos_class()
+        options = {"od_config": od_config, **{name: config[name] for name in COSMOS_ARGUMENTS}}
     else:
-        transformer_class = getattr(importlib.import_module(f"vllm_omni.diffusion.models.{place}"), name)
-        settings = {**module.config} if name == FLUX else {**module.config, "od_config": od_config}
+        place, _, own_name = place.partition(":")
+        transformer_class = getattr(importlib.import_module(f"vllm_omni.diffusion.models.{place}"), own_name or name)
+        settings = config if name == FLUX else {**config, "od_config": od_config, "diffusers_weights": True}
         options = {key: settings[key] for key in inspect.signature(transformer_class).parameters if key in settings}
     transformer = vllm_omni.loaded(transformer_class, options, module, od_config)
     if layout.context > 1 and name == FLUX:
@@ -102,14 +109,12 @@ def _cosmos_class() -> Any:
     return Transformer
 
 
-def _cosmos_options(module: Any, od_config: Any) -> dict[str, Any]:
-    """Return its pipeline's arguments, and put all others into its own configuration, where it looks them up."""
+def _configure(od_config: Any, config: Mapping[str, Any]) -> None:
+    """Put the transformer's configuration into its own, where some transformers look up what are no arguments."""
     from vllm_omni.diffusion.data import TransformerConfig
 
-    config = {name: value for name, value in module.config.items() if not name.startswith("_")}
-    rotary = {"rope_scaling": {"mrope_section": list(config["rope_axes_dim"])}}
+    rotary = {"rope_scaling": {"mrope_section": list(config["rope_axes_dim"])}} if "rope_axes_dim" in config else {}
     od_config.tf_model_config = TransformerConfig(params={**config, **rotary})
-    return {"od_config": od_config, **{name: config[name] for name in ("sound_gen", "sound_dim", "sound_latent_fps")}}
 
 
 def _as_they_are(transformer: Any, own: Mapping[str, Any]) -> Call:
@@ -141,6 +146,25 @@ def _cosmos(transformer: Any, own: Mapping[str, Any]) -> Call:
     return call
 
 
+def _ltx2(transformer: Any, own: Mapping[str, Any]) -> Call:
+    """Prepare a call with a timestep for each token and without masks, as its pipeline makes it."""
+    tokens = {"timestep": own["hidden_states"].shape[1], "audio_timestep": own["audio_hidden_states"].shape[1]}
+    times = {name: own[name].unsqueeze(1).expand(-1, count) for name, count in tokens.items()}
+    times |= {"sigma": own["timestep"], "audio_sigma": own["audio_timestep"]}
+    masks = dict.fromkeys(("encoder_attention_mask", "audio_encoder_attention_mask"))
+    return lambda: transformer(**{**own, **times, **masks}, return_dict=False)
+
+
+def _minimax(transformer: Any, own: Mapping[str, Any]) -> Call:
+    """Prepare a call. What its pipeline makes anew each step from unchanged positions is made once."""
+    loop = importlib.import_module("vllm_omni.diffusion.models.minimax_h3.denoise_loop")
+    branch = loop.MiniMaxH3DenoiseBranch(**packed_clip(own), device=own["hidden_states"].device)
+    times = dict.fromkeys(("t_video", "t_audio", "imgvid_cond_timestep", "audio_ref_cond_timestep"), packed_time(own))
+    rows = {"video_rows": own["hidden_states"][0], "audio_rows": own["audio_hidden_states"][0]}
+    arguments = branch.forward_kwargs(**rows, **times)
+    return lambda: transformer(**arguments)
+
+
 MODELS: dict[str, tuple[str, Prepare]] = {
     FLUX: ("flux.flux_transformer", _as_they_are),
     "Flux2Transformer2DModel": ("flux2_klein.flux2_klein_transformer", _as_they_are),
@@ -148,5 +172,8 @@ MODELS: dict[str, tuple[str, Prepare]] = {
     "ZImageTransformer2DModel": ("z_image.z_image_transformer", _z_image),
     "WanTransformer3DModel": ("wan2_2.wan2_2_transformer", _as_they_are),
     "Cosmos3OmniTransformer": ("cosmos3.transformer_cosmos3", _cosmos),
+    "LTX2VideoTransformer3DModel": ("ltx2.ltx2_transformer", _ltx2),
+    "MiniMaxH3Transformer3DModel": ("minimax_h3.minimax_h3_transformer:MiniMaxH3DiTModel", _minimax),
+    "HunyuanVideo15Transformer3DModel": ("hunyuan_video.hunyuan_video_15_transformer", _as_they_are),
 }
-"""Place of the transformer and what prepares a call, by diffusers' class."""
+"""Place of the transformer (with its name, where it has its own) and what prepares a call, by diffusers' class."""

@@ -1,4 +1,4 @@
-"""Inputs of peers from diffusers' packed sequence of a text, a clip and its sound."""
+"""Inputs of peers from diffusers' packed sequences of a text, a clip and its sound."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.models.published import PublishedModel
-from benchmarks.peers.calls import ClipOfText
+from benchmarks.peers.calls import ROWS, ClipOfText, packed_clip, packed_time
 from pipelines.size import Size
-from tests.pipelines.support.checkpoints import tiny_cosmos
+from tests.pipelines.support.checkpoints import tiny_cosmos, tiny_minimax
 
 CLIP, PICTURE = Size(width=64, height=48, num_frames=9), Size(width=64, height=48, num_frames=1)
 
@@ -47,3 +47,23 @@ def test_pictures_actions_and_given_frames_are_refused(tmp_path: Path) -> None:
     for other in others:
         with pytest.raises(ValueError, match="of text alone"):
             ClipOfText.of(other)
+
+
+def test_a_packed_sequence_of_minimax_is_filled_up(tmp_path: Path) -> None:
+    path = tiny_minimax.minimax_h3(tmp_path)
+    own = PublishedModel.made(str(path), torch.device("cpu"), torch.float32).own_calls[0]
+    branch = packed_clip(own)
+    packed, used = branch["packed"], own["token_tags"].numel()
+    filled = packed["seq_len"] - used
+    assert packed["seq_len"] % ROWS == 0
+    assert 0 < filled < ROWS
+    assert packed["cu_seqlens"].tolist() == [0, used, used + filled]
+    assert torch.equal(branch["token_tags"], torch.cat([own["token_tags"], torch.full([filled], -1)]))
+    assert torch.equal(packed["img_position_ids"][:used], own["position_ids"])
+    rows = torch.cat([packed["text_pos"], packed["audio_pos"], packed["img_pos"]])
+    assert torch.equal(rows, torch.arange(used))
+    assert packed["latent_grid"].prod() == own["hidden_states"].shape[1]
+    assert branch["text_embeddings"].shape[0] == packed["text_pos"].numel()
+    assert packed_time(own) == own["timestep"]
+    with pytest.raises(ValueError, match="of text alone"):
+        packed_clip({**own, "timestep": torch.tensor([0.0, 0.999])})

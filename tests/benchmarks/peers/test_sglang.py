@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from benchmarks.models.making import without_init
 from benchmarks.peers import sglang
 
 ATTENTION = """
@@ -116,3 +118,38 @@ def test_what_is_not_there_says_that_it_cannot_be_used() -> None:
     assert not module.can_use_fused_rope(torch.ones(2), head_dim=1)
     with pytest.raises(NotImplementedError, match="SGLang's kernel fused_rope"):
         module.fused_rope(torch.ones(2))
+
+
+def test_copies_between_gpus_are_left_out_of_captured_steps_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def is_ready(*words: object, enabled: bool) -> bool:
+        asked.append(words)
+        return enabled
+
+    copies = SimpleNamespace(ipc_a2a_multi_ready=is_ready)
+    monkeypatch.setattr(importlib, "import_module", lambda _: copies)
+    sglang._exchange_by_nccl_in_captures()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for captures in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda captures=captures: captures)
+        assert copies.ipc_a2a_multi_ready("group", enabled=True) is not captures
+    assert asked == [("group",)]
+
+
+def test_packages_that_are_imported_already_stay(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    stages = tmp_path / "some_project" / "stages"
+    stages.mkdir(parents=True)
+    (stages.parent / "__init__.py").write_text("version = 3")
+    (stages / "__init__.py").write_text(UNLOADABLE)
+    (stages / "loop.py").write_text("steps = 4")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("some_project", "some_project.stages", "some_project.stages.loop"):
+        monkeypatch.setitem(sys.modules, name, None)
+        monkeypatch.delitem(sys.modules, name)
+    import some_project  # type: ignore[import-not-found]
+
+    without_init("some_project", "some_project.stages")
+    from some_project.stages.loop import steps  # type: ignore[import-not-found]
+
+    assert (sys.modules["some_project"], some_project.version, steps) == (some_project, 3, 4)
