@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from engines.core.tensors import relative_difference
 from engines.parallel import strategies as strategies
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
+from pipelines.models.flux3.fast import FastFlux3, Flux3Weights
 from pipelines.models.flux3.spec import SHARD_PLAN
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
@@ -50,10 +52,10 @@ STRATEGIES = {
 }
 
 
-def loaded(folder: Path) -> Pipeline:
+def loaded(folder: Path, *, fast: bool | None = None) -> Pipeline:
     checkpoint = Checkpoint(folder)
     with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):
-        return load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses"))
+        return load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses", fast=fast))
 
 
 @cache
@@ -109,6 +111,22 @@ def test_latents_equal_the_pipelines_own(
     folder = folders(CASES[name].make)
     for latents in gang(num_ranks).run(denoised, folder, name, strategy, encoded(folder, name)):
         assert relative_difference(latents, own_latents(folder, name)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "num_branches"), [("words", 2), ("distilled, one picture", 1)])
+def test_hand_ordered_steps_make_the_same(name: str, num_branches: int, folders: Callable[[Any], Path]) -> None:
+    """What no step changes is computed once a job, and so is the modulation of all its steps.
+
+    Where the model is distilled, it also depends on the time that each step leads to.
+    """
+    folder, owners = folders(CASES[name].make), ((FastFlux3, "hoisted"), (Flux3Weights, "scheduled"))
+    pipeline, request = loaded(folder, fast=True), request_of(CASES[name], folder)
+    with ExitStack() as stack:
+        watched = (patch.object(*one, autospec=True, side_effect=getattr(*one)) for one in owners)
+        calls = [stack.enter_context(each) for each in watched]
+        *_, last = pipeline.states(request, pictures_of(CASES[name]))
+    assert relative_difference(pipeline.sampler.latents(last)["latents"], own_latents(folder, name)) <= TOLERANCE
+    assert [one.call_count for one in calls] == [num_branches] * 2
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
