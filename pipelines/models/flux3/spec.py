@@ -22,14 +22,12 @@ from pipelines.solver import SIGMAS
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from engines.core.model import Arguments, ArrangeWeights
+    from engines.core.model import Arguments
 
 TEXT, IMAGE, SEEN = "text", "image", "seen"
 PATCH = 2
 """Latent values along the side of a token."""
 MAX_TOKENS = 8192
-EPS = 1e-6
-"""Epsilon of all norms in published models."""
 TYPICAL_TOKENS = 80
 """Prompts are padded to multiples of it, and the padding is attended to."""
 
@@ -77,10 +75,6 @@ class Flux3Spec(ModelSpec):
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {stream: arguments[key].shape[1] if key in arguments else 0 for stream, ((key, _), _) in INPUTS.items()}
-
-    def fast_weights(self, config: Config) -> ArrangeWeights | None:
-        """Return None for norms with another epsilon than the fused kernels'."""
-        return self.arrange_fast if config.get("eps", EPS) == EPS else None
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
         import torch

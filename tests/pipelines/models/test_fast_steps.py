@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from engines.core.tensors import relative_difference
+from engines.fast.records import EPS
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
 from pipelines.checkpoint import Checkpoint
@@ -112,7 +113,8 @@ def test_editors_of_other_kinds_run_as_their_module() -> None:
     assert spec.fast_weights({"zero_cond_t": True}) is None
 
 
-def test_norms_of_another_epsilon_run_as_their_module() -> None:
-    spec: Any = Checkpoint.of_configuration("flux-3-image-klein").spec
-    assert spec.fast_weights({"eps": 1e-6}) is not None
-    assert spec.fast_weights({"eps": 1e-5}) is None
+@pytest.mark.parametrize("name", ["FLUX.2-dev", "flux-3-image-klein"])
+def test_norms_of_another_epsilon_run_as_their_module(name: str) -> None:
+    spec: Any = Checkpoint.of_configuration(name).spec
+    assert spec.fast_weights({"eps": EPS}) is not None
+    assert spec.fast_weights({"eps": 10 * EPS}) is None
