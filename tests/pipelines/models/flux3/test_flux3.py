@@ -22,6 +22,7 @@ from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.flux3.fast import FastFlux3, Flux3Weights
 from pipelines.models.flux3.spec import SHARD_PLAN
+from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
@@ -85,10 +86,10 @@ def unaware(folder: Path, name: str, conditioning: bytes) -> Tensor:
 
 
 @cache
-def own_latents(folder: Path, name: str) -> Tensor:
-    images, case = images_of(CASES[name]), CASES[name]
+def own_latents(folder: Path, name: str, request: MediaRequest | None = None) -> Tensor:
+    images, request = images_of(CASES[name]), request or request_of(CASES[name], folder)
     with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):
-        state = own_state(folder, request_of(case, folder), change=encode_as_given, image=images or None)
+        state = own_state(folder, request, change=encode_as_given, image=images or None)
     latents: Tensor = state.get("latents")
     assert latents.std() > 0.1
     return latents
