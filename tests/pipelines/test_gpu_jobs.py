@@ -32,7 +32,15 @@ from tests.pipelines.models.mini_max_h3 import test_references as minimax
 from tests.pipelines.models.qwen_image import test_control as qwen_control
 from tests.pipelines.models.wan_animate2 import test_wan_animate2 as animate
 from tests.pipelines.models.wan_vace import test_wan_vace as vace
-from tests.pipelines.support.checkpoints import tiny, tiny_animate, tiny_ltx, tiny_minimax, tiny_models, tiny_whole
+from tests.pipelines.support.checkpoints import (
+    tiny,
+    tiny_animate,
+    tiny_flux3,
+    tiny_ltx,
+    tiny_minimax,
+    tiny_models,
+    tiny_whole,
+)
 from tests.pipelines.support.device_jobs import HALF_TOLERANCE, Job, Latents, check_jobs, made_on_cpu
 from tests.pipelines.support.references import own_clips
 from tests.pipelines.support.references.own_call import own_latents
@@ -291,7 +299,7 @@ def opened(
 ) -> Callable[[GpuCase, torch.dtype], tuple[Checkpoint, Job]]:
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tiny_minimax.LOAD_PROCESSOR, lambda *_, **__: tiny_minimax.MiniMaxProcessor())
-    monkeypatch.setattr(flux3.LOAD_PROCESSOR, lambda *_, **__: flux3.Flux3Processor())
+    monkeypatch.setattr(tiny_flux3.LOAD_PROCESSOR, lambda *_, **__: tiny_flux3.Flux3Processor())
 
     def open_case(case: GpuCase, dtype: torch.dtype) -> tuple[Checkpoint, Job]:
         folder = folders(case.make)
