@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.model import Branch
 from engines.core.shard_plan import named_like
 from engines.core.tensors import relative_difference
 from engines.parallel import strategies as strategies
@@ -26,6 +27,7 @@ from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
+from tests.pipelines.support.checkpoints.first_steps import first_step
 from tests.pipelines.support.checkpoints.tiny_flux3 import (
     LOAD_PROCESSOR,
     Flux3Processor,
@@ -128,6 +130,19 @@ def test_hand_ordered_steps_make_the_same(name: str, num_branches: int, folders:
         *_, last = pipeline.states(request, pictures_of(CASES[name]))
     assert relative_difference(pipeline.sampler.latents(last)["latents"], own_latents(folder, name)) <= TOLERANCE
     assert [one.call_count for one in calls] == [num_branches] * 2
+
+
+@torch.no_grad()
+def test_entries_of_a_batch_have_times_of_their_own(folders: Callable[[Any], Path]) -> None:
+    folder = folders(flux3_distilled)
+    model, (branch, *_) = Checkpoint(folder).denoiser(), first_step(folder, 1)
+    times = {"timestep": torch.tensor([0.8, 0.3]), "target_timestep": torch.tensor([0.5, 0.1])}
+    batched = {name: torch.randn(2, *x.shape[1:]) for name, x in branch.inputs.items() if x.ndim == 3}
+    inputs = {**branch.inputs, **batched, **times}
+    expected = model.modules["transformer"](**inputs, return_dict=False)[0]
+    (answer,) = TorchEngine(model, fast=True).predict((Branch(inputs=inputs),), (0,))
+    assert len(batched) == 3
+    assert relative_difference(answer, expected) <= TOLERANCE / 10
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
