@@ -161,12 +161,12 @@ class SinglesStep:
     """Precision of the GEMMs."""
     parts: StepParts
     """Exchange among the tokens of these rows, and side streams."""
-    before: Modulation
-    """Modulation of the norm before the first block."""
-    after: tuple[Tensor, Modulation]
-    """Gate of a block (``gate_SBC``), and modulation of the norm before the next one."""
-    last: tuple[Tensor, Modulation]
-    """The same of the last block, for the rows ``needed`` alone."""
+    modulation: Modulation
+    """Shift and scale of the norm before each block."""
+    gate_SBC: Tensor
+    """Gate of each block, in the segments of ``modulation``."""
+    last: tuple[Tensor, Modulation] | None = None
+    """Gate of the last block, and modulation of the norm after it, for the rows ``needed``; None: the others'."""
     needed: slice = field(default_factory=lambda: slice(None))
     """Rows that continue after the last block's attention."""
     turns_2LP: Tensor
@@ -177,13 +177,13 @@ class SinglesStep:
     def run(self, x_RC: Tensor) -> Tensor:
         """Return the ``needed`` rows after all blocks and the last norm; ``x_RC`` gets those before it."""
         quantize, (cos_LP, sin_LP) = self.precision == "fp8", self.turns_2LP
-        normed = norm_modulate(x_RC, self.before, quantize=quantize)
+        normed = norm_modulate(x_RC, self.modulation, quantize=quantize)
         for index, block in enumerate(self.blocks):
             is_last = index + 1 == len(self.blocks)
             needed = self.needed if is_last else slice(None)
             norms = HeadNorms(weight_S2D=block.head_norms_S2D, cos_LP=cos_LP, sin_LP=sin_LP, first_rows=0)
             updates = _single_updates(block, normed, needed, self.parts, norms, self.batch, self.precision)
-            gate_SBC, modulation = self.last if is_last else self.after
+            gate_SBC, modulation = (is_last and self.last) or (self.gate_SBC, self.modulation)
             quantize = quantize and not is_last
             normed = residual_norm_modulate(x_RC[needed], updates, gate_SBC, modulation, quantize=quantize)
         assert isinstance(normed, Tensor)

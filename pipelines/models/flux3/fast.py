@@ -136,17 +136,15 @@ class FastFlux3:
     def _apart(
         self, stream: str, x_LBC: Tensor, vectors_3NBC: Tensor, turns_2LP: Tensor, parts: StepParts | None = None
     ) -> Tensor:
-        """Run the blocks of a stream on ``x_LBC`` in place, and return it."""
+        """Run the blocks of a stream on ``x_LBC`` in place, and return it; the norm after the last one is unused."""
         number = [*MODES].index(stream)
         shift_1BC, scale_1BC, gate_1BC = vectors_3NBC[:, number : number + 1]
-        modulation = Modulation(shift_SBC=shift_1BC, scale_SBC=scale_1BC, first_rows=0)
         SinglesStep(
             blocks=self._weights.apart[stream],
             precision=self._weights.blocks.precision,
             parts=parts or self._within[stream],
-            before=modulation,
-            after=(gate_1BC, modulation),
-            last=(gate_1BC, modulation),  # its norm is unused
+            modulation=Modulation(shift_SBC=shift_1BC, scale_SBC=scale_1BC, first_rows=0),
+            gate_SBC=gate_1BC,
             turns_2LP=turns_2LP,
             batch=x_LBC.shape[1],
         ).run(x_LBC.view(-1, x_LBC.shape[-1]))
@@ -160,15 +158,14 @@ class FastFlux3:
         start, stop, end = image.start * batch, image.stop * batch, length * batch
         shift_NBC, scale_NBC, gate_NBC = vectors_3NBC
         scale_1BC, shift_1BC = vectors_VBC[-LAST_VECTORS:, None]
-        streams = Modulation(shift_SBC=shift_NBC, scale_SBC=scale_NBC, first_rows=start, last_rows=end - stop)
         last = Modulation(shift_SBC=shift_1BC, scale_SBC=scale_1BC, first_rows=0)
         number = [*MODES].index(IMAGE)
         return SinglesStep(
             blocks=self._weights.joint,
             precision=self._weights.blocks.precision,
             parts=self._parts,
-            before=streams,
-            after=(gate_NBC, streams),
+            modulation=Modulation(shift_SBC=shift_NBC, scale_SBC=scale_NBC, first_rows=start, last_rows=end - stop),
+            gate_SBC=gate_NBC,
             last=(gate_NBC[number : number + 1], last),
             needed=slice(start, stop),
             turns_2LP=turns_2LP,
