@@ -81,6 +81,8 @@ class FastWeights(Protocol):
 
     latents_stream: str
     """The stream whose tokens a step reads and predicts."""
+    step_inputs: tuple[str, ...]
+    """Inputs that change with every step beside latents and timestep; only ``scheduled`` reads them."""
 
     def lengths(self, arguments: Mapping[str, Any]) -> Mapping[str, int] | None:
         """Return the tokens of each stream, in the order of a step's rows; None: the shard plan's."""
@@ -105,7 +107,8 @@ class FastWeights(Protocol):
     def scheduled(self, inputs: StepTensors, timesteps_SB: Tensor) -> dict[str, Tensor]:
         """Return what depends on the timestep but not on the latents (modulation), for S steps: stacked, step first.
 
-        ``inputs`` are whole; their timestep is ignored. ``timesteps_SB`` may have one column for all entries.
+        ``inputs`` are whole; their timestep is ignored, and with several steps their ``step_inputs``, which follow from
+        the timesteps. ``timesteps_SB`` may have one column for all entries.
         """
         ...
 

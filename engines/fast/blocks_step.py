@@ -6,12 +6,13 @@ residual is added in the pass of the next norm.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
+from engines.core.model import Precision
 from engines.fast.blocks import CONTEXT, LATENTS, BlockModulation, Blocks, SingleBlock
 from engines.fast.interface import StepParts
 from engines.fast.kernels import (
@@ -57,32 +58,14 @@ class BlocksStep:
         for index, single in enumerate(singles):
             is_last = index + 1 == len(singles)
             needed = slice(first_rows if is_last else 0, None)
-            updates = self._single(normed, single, needed)
+            norms, precision = self._norms(single.head_norms_S2D), self.blocks.precision
+            updates = _single_updates(single, normed, needed, self.parts, norms, self.batch, precision)
             gate_SBC, following = self.modulation.single_end(index)
             following = following.of_stream(LATENTS, updates[0].shape[0]) if is_last else following
             quantize = self.blocks.quantizes and not is_last
             normed = residual_norm_modulate(x_RC[needed], updates, gate_SBC, following, quantize=quantize)
         assert isinstance(normed, Tensor)
         return normed if singles else normed[first_rows:]
-
-    def _single(self, normed: Rows, single: SingleBlock, needed: slice) -> tuple[Tensor, ...]:
-        """Return the updates of the residual. All rows are attended to; only those in ``needed`` continue.
-
-        On several ranks the MLP's first GEMM runs while queries and keys travel, its second while the result does.
-        """
-        exchange, mlp_stream, norms = self.parts.exchange, self.parts.mlp_stream, self._norms(single.head_norms_S2D)
-        qkv, bias_E = single.qkv.without_bias() if exchange.adds_bias else (single.qkv, None)
-        if bias_E is not None:
-            norms = replace(norms, bias_3HD=bias_E.view(3, -1, norms.weight_S2D.shape[-1]))
-        sent = exchange.send(_by_head(qkv(normed), norms), self.batch, norms)
-        with mlp_stream.run():
-            hidden = single.up.activated(normed[needed])
-        attended = sent.attend()
-        with mlp_stream.run(after_current=False):
-            update_RC = single.out_mlp(hidden)
-        result = collected_rows(attended.collect(), self.blocks.precision)
-        mlp_stream.wait()
-        return single.out_attention.add(update_RC, result[needed])
 
     def _duals(self, x_RC: Tensor) -> Rows:
         """Run the dual blocks on ``x_RC`` in place; return all rows normed for the next consumer."""
@@ -166,3 +149,70 @@ def _by_head(qkv_RE: Tensor, norms: HeadNorms) -> Tensor:
 
 def _new_qkv(x_RC: Tensor) -> Tensor:
     return x_RC.new_empty(x_RC.shape[0], 3 * x_RC.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SinglesStep:
+    """One step of single-stream blocks that share their modulation, over this rank's rows of one or more streams."""
+
+    blocks: Sequence[SingleBlock]
+    """In running order."""
+    precision: Precision
+    """Precision of the GEMMs."""
+    parts: StepParts
+    """Exchange among the tokens of these rows, and side streams."""
+    modulation: Modulation
+    """Shift and scale of the norm before each block."""
+    gate_SBC: Tensor
+    """Gate of each block, in the segments of ``modulation``."""
+    last: tuple[Tensor, Modulation] | None = None
+    """Gate of the last block, and modulation of the norm after it, for the rows ``needed``; None: the others'."""
+    needed: slice = field(default_factory=lambda: slice(None))
+    """Rows that continue after the last block's attention."""
+    turns_2LP: Tensor
+    """Cosine and sine of the rotation of q and k, by token and pair of features."""
+    batch: int
+    """Rows of a token: entries of the batch."""
+
+    def run(self, x_RC: Tensor) -> Tensor:
+        """Return the ``needed`` rows after all blocks and the last norm; ``x_RC`` gets those before it."""
+        quantize, (cos_LP, sin_LP) = self.precision == "fp8", self.turns_2LP
+        normed = norm_modulate(x_RC, self.modulation, quantize=quantize)
+        for index, block in enumerate(self.blocks):
+            is_last = index + 1 == len(self.blocks)
+            needed = self.needed if is_last else slice(None)
+            norms = HeadNorms(weight_S2D=block.head_norms_S2D, cos_LP=cos_LP, sin_LP=sin_LP, first_rows=0)
+            updates = _single_updates(block, normed, needed, self.parts, norms, self.batch, self.precision)
+            gate_SBC, modulation = (is_last and self.last) or (self.gate_SBC, self.modulation)
+            quantize = quantize and not is_last
+            normed = residual_norm_modulate(x_RC[needed], updates, gate_SBC, modulation, quantize=quantize)
+        assert isinstance(normed, Tensor)
+        return normed
+
+
+def _single_updates(
+    single: SingleBlock,
+    normed: Rows,
+    needed: slice,
+    parts: StepParts,
+    norms: HeadNorms,
+    batch: int,
+    precision: Precision,
+) -> tuple[Tensor, ...]:
+    """Return a block's updates of the residual. All rows are attended to; only those in ``needed`` continue.
+
+    On several ranks the MLP's first GEMM runs while queries and keys travel, its second while the result does.
+    """
+    exchange, mlp_stream = parts.exchange, parts.mlp_stream
+    qkv, bias_E = single.qkv.without_bias() if exchange.adds_bias else (single.qkv, None)
+    if bias_E is not None:
+        norms = replace(norms, bias_3HD=bias_E.view(3, -1, norms.weight_S2D.shape[-1]))
+    sent = exchange.send(_by_head(qkv(normed), norms), batch, norms)
+    with mlp_stream.run():
+        hidden = single.up.activated(normed[needed])
+    attended = sent.attend()
+    with mlp_stream.run(after_current=False):
+        update_RC = single.out_mlp(hidden)
+    result = collected_rows(attended.collect(), precision)
+    mlp_stream.wait()
+    return single.out_attention.add(update_RC, result[needed])

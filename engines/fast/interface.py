@@ -128,7 +128,11 @@ class StepParts:
     exchange: HeadExchange
     """Attention over all tokens of the team."""
     exchange_within: Callable[[str], HeadExchange]
-    """Returns the exchange among the tokens of one stream. All ranks request the same ones in the same order."""
+    """Returns the exchange among the tokens of one stream. All ranks request the same ones in the same order.
+
+    Exchanges share memory: no two of them run at the same time."""
+    alone: HeadExchange
+    """Attention over this rank's own rows alone, which may run beside an exchange."""
     context_stream: SideStream
     """CUDA stream for the context's rows, beside the latents'."""
     mlp_stream: SideStream

@@ -70,6 +70,8 @@ class Modulation:
     """One less than the factor on normed rows."""
     first_rows: int
     """So many rows use segment 0, the others the last segment (the same if there is only one)."""
+    last_rows: int = 0
+    """So many of the last rows use segment 2 of three, and those between segment 1."""
 
     def of_stream(self, number: int, num_rows: int) -> Modulation:
         """Return the modulation of the first (0) or the last (1) segment alone, for its ``num_rows`` rows."""
@@ -79,9 +81,10 @@ class Modulation:
 
     def per_row(self, x_SBC: Tensor, num_rows: int) -> Tensor:
         """Return ``x_SBC`` repeated over its rows, float32."""
-        batch = x_SBC.shape[1]
-        first = x_SBC[0].float().repeat(self.first_rows // batch, 1)
-        return torch.cat((first, x_SBC[-1].float().repeat((num_rows - self.first_rows) // batch, 1)))
+        last, batch, _ = x_SBC.shape
+        counts = (self.first_rows, num_rows - self.first_rows - self.last_rows, self.last_rows)
+        parts = (x_SBC[min(index, last - 1)].float().repeat(rows // batch, 1) for index, rows in enumerate(counts))
+        return torch.cat([*parts])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

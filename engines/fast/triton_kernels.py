@@ -233,7 +233,7 @@ def launch_to_peers(qkv_R3HD: Tensor, norms: HeadNorms, batch: int, addresses_W:
 @triton.jit
 def _residual_norm(
     x_ptr, y_ptr, z_ptr, gate_ptr, shift_ptr, scale_ptr, out_ptr, out_scale_ptr,
-    first_rows, batch, channels, gate_seg, gate_batch, mod_seg, mod_batch, eps,
+    first_rows, last_start, batch, channels, gate_seg, gate_batch, mod_seg, mod_batch, eps,
     NUM_UPDATES: tl.constexpr, QUANTIZE: tl.constexpr, LARGEST: tl.constexpr, SMALLEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -241,7 +241,7 @@ def _residual_norm(
     columns = tl.arange(0, BLOCK)
     inside = columns < channels
     entry = row % batch
-    segment = (row >= first_rows).to(tl.int64)
+    segment = (row >= first_rows).to(tl.int64) + (row >= last_start).to(tl.int64)
     x = tl.load(x_ptr + row * channels + columns, inside, 0.0).to(tl.float32)
     if NUM_UPDATES > 0:
         y = tl.load(y_ptr + row * channels + columns, inside, 0.0).to(tl.float32)
@@ -273,6 +273,7 @@ def launch_norm(
     gate_SBC = shift_SBC if gate_SBC is None else gate_SBC
     for vectors_SBC in (gate_SBC, shift_SBC, scale_SBC):
         assert vectors_SBC.stride(-1) == 1, vectors_SBC.stride()
+        assert modulation.last_rows == 0 or vectors_SBC.shape[0] != 2, "the last rows have no segment"
     assert shift_SBC.stride() == scale_SBC.stride()
     assert all(tensor.is_contiguous() for tensor in (x_RC, *updates))
     out_RC = torch.empty_like(x_RC, dtype=FP8 if quantize else x_RC.dtype)
@@ -281,8 +282,8 @@ def launch_norm(
     block = _block(channels)
     _residual_norm[(rows,)](
         x_RC, y, z, gate_SBC, shift_SBC, scale_SBC, out_RC, out_scale_R1,
-        modulation.first_rows, shift_SBC.shape[1], channels, _segment_stride(gate_SBC), gate_SBC.stride(1),
-        _segment_stride(shift_SBC), shift_SBC.stride(1), EPS,
+        modulation.first_rows, rows - modulation.last_rows, shift_SBC.shape[1], channels,
+        _segment_stride(gate_SBC), gate_SBC.stride(1), _segment_stride(shift_SBC), shift_SBC.stride(1), EPS,
         NUM_UPDATES=len(updates), QUANTIZE=quantize, LARGEST=LARGEST["fp8"], SMALLEST=SMALLEST_AMAX, BLOCK=block,
         num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip

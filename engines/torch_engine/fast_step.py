@@ -45,6 +45,7 @@ class FastStep:
         parts = StepParts(
             exchange=make_exchange(team, layout, latents, local, peer_memory, self._keys),
             exchange_within=lambda stream: make_exchange(team, layout.of_stream(stream), latents, local, peer_memory),
+            alone=LocalHeads(attention_of(local)),
             context_stream=SideStream(latents.device, "stream", in_use=side_streams or is_alone),
             mlp_stream=SideStream(latents.device, "mlp", in_use=side_streams and not is_alone),
             cut=self._cut,

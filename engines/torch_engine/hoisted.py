@@ -56,7 +56,7 @@ class HoistedCache:
 
     def step_tensors(self, branch: Branch, weights: FastWeights, fast: FastStep) -> dict[str, Tensor]:
         """Return everything that this step of ``fast`` reads besides the latents."""
-        shared = self._constant_inputs(branch)
+        shared = {name: x for name, x in self._constant_inputs(branch).items() if name not in weights.step_inputs}
         fixed = self._get((fast, branch.additions), tuple(shared.values()), lambda: fast.hoisted(branch.arguments))
         if branch.schedule is None:
             now = weights.scheduled(branch.inputs, branch.inputs[self._timestep][None])

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.core.model import KEPT, LATENTS, Arguments, ModelInputs, StepTensors, Writers
+from engines.core.model import KEPT, LATENTS, Arguments, FastModel, ModelInputs, StepTensors, Writers
 from engines.fast.blocks import Blocks, release_weights, writers_of
 from engines.fast.blocks_step import BlocksStep
 from engines.fast.interface import StepParts
@@ -33,6 +33,7 @@ class MMDiTWeights(ABC):
     window: int | None = None
     """Prompts may be padded to a multiple of this many tokens; None if all have one length."""
     latents_stream = IMAGE
+    step_inputs: tuple[str, ...] = ()
 
     def __init__(self, module: Any, blocks: Blocks) -> None:
         self.module, self.blocks = module, blocks
@@ -63,8 +64,8 @@ class MMDiTWeights(ABC):
         return image_SBC
 
     @abstractmethod
-    def rotations(self, arguments: Arguments) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines of text tokens, then of image tokens: each (2, tokens, D / 2), float32."""
+    def rotations(self, arguments: Arguments) -> tuple[Tensor, ...]:
+        """Return cosines and sines of each stream's tokens, text first: each (2, tokens, D / 2), float32."""
 
     @abstractmethod
     def embedded_times(self, inputs: ModelInputs, timesteps_SB: Tensor) -> Tensor:
@@ -83,7 +84,7 @@ class MMDiTWeights(ABC):
     def release(self, unless: Collection[nn.Parameter]) -> None:
         release_weights(self.module, (*self.blocks.duals, *self.blocks.singles), unless)
 
-    def model(self, parts: StepParts) -> FastMMDiT:
+    def model(self, parts: StepParts) -> FastModel:
         return FastMMDiT(self, parts)
 
     def scheduled(self, inputs: ModelInputs, timesteps_SB: Tensor) -> dict[str, Tensor]:

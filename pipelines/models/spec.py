@@ -59,6 +59,8 @@ Config = Mapping[str, Any]
 "pipeline" holds the settings of its pipeline, and "control" the configuration of its control network, if it has one.
 """
 CONTROL = "control"
+FAST_EPS = 1e-6
+"""Epsilon of the norms in hand-ordered steps (``engines.fast.records.EPS``), and of published models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,8 +234,11 @@ class ModelSpec(ABC):
             attention.count_heads(module)
 
     def fast_weights(self, config: Config) -> ArrangeWeights | None:
-        """Return ``arrange_fast``, or None if the hand-ordered step does not support ``config``."""
-        return self.arrange_fast
+        """Return ``arrange_fast``, or None if the hand-ordered step does not support ``config``.
+
+        Its fused norms have one epsilon.
+        """
+        return self.arrange_fast if config.get("eps", FAST_EPS) == FAST_EPS else None
 
     def patch_blocks(self, blocks: Any) -> None:  # noqa: B027  most families need no patch
         """Replace faulty blocks of diffusers, and add missing ones. Needs torch."""

@@ -23,6 +23,7 @@ from tests.pipelines.blocks import test_solver as solver
 from tests.pipelines.models import test_stable_diffusion as stable_diffusion
 from tests.pipelines.models import test_video as video
 from tests.pipelines.models.cosmos import test_cosmos as cosmos
+from tests.pipelines.models.flux3 import test_flux3 as flux3
 from tests.pipelines.models.helios import test_helios as helios
 from tests.pipelines.models.ltx2 import test_in_context as in_context
 from tests.pipelines.models.ltx2 import test_keyframes as keyframes
@@ -31,7 +32,15 @@ from tests.pipelines.models.mini_max_h3 import test_references as minimax
 from tests.pipelines.models.qwen_image import test_control as qwen_control
 from tests.pipelines.models.wan_animate2 import test_wan_animate2 as animate
 from tests.pipelines.models.wan_vace import test_wan_vace as vace
-from tests.pipelines.support.checkpoints import tiny, tiny_animate, tiny_ltx, tiny_minimax, tiny_models, tiny_whole
+from tests.pipelines.support.checkpoints import (
+    tiny,
+    tiny_animate,
+    tiny_flux3,
+    tiny_ltx,
+    tiny_minimax,
+    tiny_models,
+    tiny_whole,
+)
 from tests.pipelines.support.device_jobs import HALF_TOLERANCE, Job, Latents, check_jobs, made_on_cpu
 from tests.pipelines.support.references import own_clips
 from tests.pipelines.support.references.own_call import own_latents
@@ -157,6 +166,15 @@ def references_job(name: str, folder: Path) -> Job:
     )
 
 
+def flux3_job(name: str, folder: Path) -> Job:
+    case = flux3.CASES[name]
+    return Job(
+        request=request_of(case, folder),
+        inputs=pictures_of(case),
+        own=lambda one: {"latents": flux3.own_latents(folder, name, one)},
+    )
+
+
 SDXL_CONTROL = PictureCase(
     make=tiny_whole.sdxl_controlled,
     pictures=(),
@@ -230,6 +248,7 @@ CASES: dict[str, GpuCase] = {
     "qwen control": CONTROLLED,
     "sdxl control": GpuCase(make=tiny_whole.sdxl_controlled, job=sdxl_control_job, source=sdxl_source),
     **{f"cosmos, {name}": clip_case(clip) for name, clip in cosmos.CLIPS.items()},
+    **{f"flux 3, {name}": GpuCase(make=case.make, job=partial(flux3_job, name)) for name, case in flux3.CASES.items()},
     **{f"helios, {name}": clip_case(clip, chunks) for name, clip in helios.CASES.items()},
     **{name: clip_case(clip) for name, clip in video.CLIPS.items()},
     **{
@@ -280,6 +299,7 @@ def opened(
 ) -> Callable[[GpuCase, torch.dtype], tuple[Checkpoint, Job]]:
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tiny_minimax.LOAD_PROCESSOR, lambda *_, **__: tiny_minimax.MiniMaxProcessor())
+    monkeypatch.setattr(tiny_flux3.LOAD_PROCESSOR, lambda *_, **__: tiny_flux3.Flux3Processor())
 
     def open_case(case: GpuCase, dtype: torch.dtype) -> tuple[Checkpoint, Job]:
         folder = folders(case.make)

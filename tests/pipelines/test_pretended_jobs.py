@@ -16,7 +16,7 @@ from pipelines.checkpoint import Checkpoint
 from pipelines.run import load_pipeline
 from tests.pipelines import test_gpu_whole as gpu_whole
 from tests.pipelines import test_whole_pipeline as whole
-from tests.pipelines.support.checkpoints import tiny_minimax, tiny_whole
+from tests.pipelines.support.checkpoints import tiny_flux3, tiny_minimax, tiny_whole
 from tests.pipelines.support.device_jobs import DeviceRank
 from tests.pipelines.support.pretend_gpu import GPU, GpuTensor
 from tests.pipelines.support.pretended_jobs import RecordedStep, pretended_gpu
@@ -27,6 +27,8 @@ QUICK = {
     "ltx 2 in context, pictures too": SINGLE,
     "ltx 2 in two passes, guided": BOTH,
     "ltx 2 at frames, guided": SINGLE,
+    "flux 3, two pictures": SINGLE,
+    "flux 3, distilled": HALF,
     "minimax h3 with references, all": BOTH,
     "qwen control": BOTH,
     "sdxl control": BOTH,
@@ -60,6 +62,7 @@ def test_a_graph_can_record_the_steps_of_a_job(
     """Offloaded blocks are copied on streams, which this device has not."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tiny_minimax.LOAD_PROCESSOR, lambda *_, **__: tiny_minimax.MiniMaxProcessor())
+    monkeypatch.setattr(tiny_flux3.LOAD_PROCESSOR, lambda *_, **__: tiny_flux3.Flux3Processor())
     case, folder = CASES[name], folders(CASES[name].make)
     job = case.job(folder)
     with pretended_gpu() as gpu:

@@ -70,6 +70,7 @@ class Flux3Spec(ModelSpec):
     plan = SHARD_PLAN
     counts_heads = True
     eager_split = "has blocks that see one stream of tokens alone"
+    arrange_fast = lazy("pipelines.models.flux3.fast:Flux3Weights")
     patch_blocks = lazy("pipelines.models.flux3.patches:patch_blocks")
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:

@@ -28,6 +28,7 @@ class ZImageWeights:
     """A ``ZImageTransformer2DModel`` that sees no pictures through SigLIP. Implements ``FastWeights``."""
 
     latents_stream = IMAGE
+    step_inputs: tuple[str, ...] = ()
 
     @torch.no_grad()
     def __init__(self, transformer: Any, precision: Precision) -> None:

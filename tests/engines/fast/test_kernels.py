@@ -87,6 +87,17 @@ def test_gate_with_two_segments_meets_modulation_with_one() -> None:
     torch.testing.assert_close(residual(x_RC, (y_RC,), gate_SBC, modulation), expected)
 
 
+def test_three_streams_have_vectors_of_their_own() -> None:
+    x_RC, y_RC, last = torch.randn(ROWS, CHANNELS), torch.randn(ROWS, CHANNELS), 2
+    gate_SBC, shift_SBC, scale_SBC = vectors(3), vectors(3), vectors(3)
+    numbers = [0] * TEXT + [1] * (IMAGE - last) + [2] * last
+    gate_RC, shift_RC, scale_RC = (x_SBC[numbers].flatten(0, 1) for x_SBC in (gate_SBC, shift_SBC, scale_SBC))
+    sum_RC = x_RC + gate_RC * y_RC
+    modulation = Modulation(shift_SBC=shift_SBC, scale_SBC=scale_SBC, first_rows=BATCH * TEXT, last_rows=BATCH * last)
+    expected = functional.layer_norm(sum_RC, (CHANNELS,), eps=1e-6) * (1 + scale_RC) + shift_RC
+    torch.testing.assert_close(residual(x_RC, (y_RC,), gate_SBC, modulation), expected)
+
+
 def test_add_normed_norms_the_update_and_the_sum() -> None:
     x_RC, y_RC, (gate_BC, scale_BC) = torch.randn(ROWS, CHANNELS), torch.randn(ROWS, CHANNELS), vectors()
     norm = nn.RMSNorm(CHANNELS, eps=1e-3, elementwise_affine=False)

@@ -1,4 +1,4 @@
-"""Hand-ordered steps of FLUX.2, Qwen-Image and Z-Image give their module's own answer, alone and on Gloo ranks."""
+"""Hand-ordered steps of FLUX.2 and 3, Qwen-Image and Z-Image give their module's own answer, alone and on ranks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,27 @@ import torch
 from torch import Tensor
 
 from engines.core.tensors import relative_difference
+from engines.fast.records import EPS
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.fast_step import FastStep
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from tests.engines.support.gloo import gang
-from tests.pipelines.support.checkpoints import tiny_pictures, tiny_qwen
+from tests.pipelines.support.checkpoints import tiny_flux3, tiny_pictures, tiny_qwen
 from tests.pipelines.support.checkpoints.first_steps import first_step
 
 BOUND = 1e-5
 MAKERS: dict[str, Callable[[Path], Path]] = {
     "flux2 dev": tiny_pictures.flux2_dev,
     "flux2 klein": tiny_pictures.flux2_klein,
+    "flux3": tiny_flux3.flux3,
+    "flux3 distilled, two pictures": tiny_flux3.flux3_distilled,
     "qwen": tiny_qwen.qwen,
     "qwen edit": tiny_qwen.qwen_edit,
     "z image": tiny_pictures.z_image,
 }
+PICTURES = {"flux3 distilled, two pictures": 2}
+DIVIDED = ["flux2 dev", "qwen edit", "z image", *PICTURES]
 STRATEGIES = [("ulysses", 2), ("ring", 2), ("hybrid", 4)]
 
 
@@ -36,16 +41,24 @@ def folder_of(folders: Callable[[Any], Path]) -> Callable[[str], Path]:
     return lambda name: folders(MAKERS[name])
 
 
-def expected(folder: Path) -> tuple[Tensor, ...]:
-    return PlainEngine(model=Checkpoint(folder).denoiser()).predict(first_step(folder))
+def expected(folder: Path, num_pictures: int | None = None) -> tuple[Tensor, ...]:
+    return PlainEngine(model=Checkpoint(folder).denoiser()).predict(first_step(folder, num_pictures))
 
 
-def predicted(folder: Path, strategy: str, precision: str = "native") -> tuple[tuple[Tensor, ...], int]:
+def predicted(
+    folder: Path, strategy: str, precision: str = "native", num_pictures: int | None = None
+) -> tuple[tuple[Tensor, ...], int]:
     """The answers, and how often a hand-ordered step ran."""
     ranks = tuple(range(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1))
     engine = TorchEngine(Checkpoint(folder).denoiser(), strategy=strategy, precision=precision, fast=True)
     with patch.object(FastStep, "__call__", autospec=True, side_effect=FastStep.__call__) as step:
-        return engine.predict(first_step(folder), ranks), step.call_count
+        return engine.predict(first_step(folder, num_pictures), ranks), step.call_count
+
+
+def with_divided_text(*arguments: Any) -> tuple[tuple[Tensor, ...], int]:
+    """As with a long prompt, of which each rank has a share from the start."""
+    with patch("pipelines.models.flux3.fast.MAX_WHOLE_TEXT", 0):
+        return predicted(*arguments)
 
 
 def without_exchange(folder: Path) -> tuple[Tensor, ...]:
@@ -55,26 +68,38 @@ def without_exchange(folder: Path) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("name", MAKERS)
 def test_one_rank_equals_the_module(name: str, folder_of: Callable[[str], Path]) -> None:
-    answers, num_steps = predicted(folder_of(name), "ulysses")
-    assert num_steps == len(answers) == len(first_step(folder_of(name)))
-    assert max(map(relative_difference, answers, expected(folder_of(name)))) <= BOUND
+    folder, num_pictures = folder_of(name), PICTURES.get(name)
+    answers, num_steps = predicted(folder, "ulysses", "native", num_pictures)
+    assert num_steps == len(answers) == len(first_step(folder, num_pictures))
+    assert max(map(relative_difference, answers, expected(folder, num_pictures))) <= BOUND
 
 
 @pytest.mark.parametrize(("strategy", "num_ranks"), STRATEGIES)
-@pytest.mark.parametrize("name", ["flux2 dev", "qwen edit", "z image"])
+@pytest.mark.parametrize("name", DIVIDED)
 def test_ranks_equal_the_module(name: str, strategy: str, num_ranks: int, folder_of: Callable[[str], Path]) -> None:
-    for answers, num_steps in gang(num_ranks).run(predicted, folder_of(name), strategy):
+    folder, num_pictures = folder_of(name), PICTURES.get(name)
+    for answers, num_steps in gang(num_ranks).run(predicted, folder, strategy, "native", num_pictures):
         assert num_steps == len(answers)
-        assert max(map(relative_difference, answers, expected(folder_of(name)))) <= BOUND
+        assert max(map(relative_difference, answers, expected(folder, num_pictures))) <= BOUND
 
 
-@pytest.mark.parametrize("name", ["flux2 dev", "qwen", "z image"])
+@pytest.mark.parametrize("num_pictures", [0, 2])
+def test_ranks_may_have_shares_of_the_text_in_its_own_blocks(
+    num_pictures: int, folder_of: Callable[[str], Path]
+) -> None:
+    folder = folder_of("flux3")
+    for answers, num_steps in gang(2).run(with_divided_text, folder, "ulysses", "native", num_pictures):
+        assert num_steps == len(answers)
+        assert max(map(relative_difference, answers, expected(folder, num_pictures))) <= BOUND
+
+
+@pytest.mark.parametrize("name", ["flux2 dev", "flux3", "qwen", "z image"])
 def test_a_broken_exchange_shows(name: str, folder_of: Callable[[str], Path]) -> None:
     for answers in gang(2).run(without_exchange, folder_of(name)):
         assert max(map(relative_difference, answers, expected(folder_of(name)))) > 1000 * BOUND
 
 
-@pytest.mark.parametrize("name", ["flux2 dev", "qwen", "z image"])
+@pytest.mark.parametrize("name", ["flux2 dev", "flux3", "qwen", "z image"])
 def test_fp8_is_close(name: str, folder_of: Callable[[str], Path]) -> None:
     answers, num_steps = predicted(folder_of(name), "ulysses", "fp8")
     assert num_steps == len(answers)
@@ -86,3 +111,10 @@ def test_editors_of_other_kinds_run_as_their_module() -> None:
     spec: Any = Checkpoint.of_configuration("Qwen-Image").spec
     assert spec.fast_weights({"zero_cond_t": False}) is not None
     assert spec.fast_weights({"zero_cond_t": True}) is None
+
+
+@pytest.mark.parametrize("name", ["FLUX.2-dev", "flux-3-image-klein"])
+def test_norms_of_another_epsilon_run_as_their_module(name: str) -> None:
+    spec: Any = Checkpoint.of_configuration(name).spec
+    assert spec.fast_weights({"eps": EPS}) is not None
+    assert spec.fast_weights({"eps": 10 * EPS}) is None

@@ -53,19 +53,16 @@ def close(got: Tensor | QuantRows, expected: Tensor | QuantRows, tolerance: floa
 
 
 def moved(modulation: Modulation, device: str) -> Modulation:
-    return Modulation(
-        shift_SBC=modulation.shift_SBC.to(device),
-        scale_SBC=modulation.scale_SBC.to(device),
-        first_rows=modulation.first_rows,
-    )
+    vectors = {"shift_SBC": modulation.shift_SBC.to(device), "scale_SBC": modulation.scale_SBC.to(device)}
+    return replace(modulation, **vectors)
 
 
-def check_norm(device: str, *, channels: int, first: int, gates: int, segments: int) -> None:
+def check_norm(device: str, *, channels: int, first: int, gates: int, segments: int, last: int = 0) -> None:
     batch, rows = 2, 10
     x, y, z = (torch.randn(rows, channels) for _ in range(3))
     vectors = torch.randn(6, segments, batch, channels)
     gate = torch.randn(gates, batch, channels)
-    modulation = Modulation(shift_SBC=vectors[1], scale_SBC=vectors[4], first_rows=first)
+    modulation = Modulation(shift_SBC=vectors[1], scale_SBC=vectors[4], first_rows=first, last_rows=last)
     there = moved(modulation, device)
     for quantize in (False, True):
         got = triton_kernels.launch_norm(x.to(device), (), None, there, quantize)
@@ -391,6 +388,8 @@ def main(device: str) -> None:
     check_norm(device, channels=48, first=4, gates=2, segments=2)
     check_norm(device, channels=96, first=4, gates=2, segments=1)
     check_norm(device, channels=64, first=0, gates=1, segments=1)
+    for last in (0, 2):
+        check_norm(device, channels=48, first=4, gates=3, segments=3, last=last)
     check_pre_post_norm(device)
     check_heads(device, heads=12, dim=16, outer=2, inner=2)
     check_heads(device, heads=6, dim=8, outer=1, inner=3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,19 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.model import Branch
 from engines.core.shard_plan import named_like
 from engines.core.tensors import relative_difference
 from engines.parallel import strategies as strategies
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
+from pipelines.models.flux3.fast import FastFlux3, Flux3Weights
 from pipelines.models.flux3.spec import SHARD_PLAN
+from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import CONTEXT, TOLERANCE
+from tests.pipelines.support.checkpoints.first_steps import first_step
 from tests.pipelines.support.checkpoints.tiny_flux3 import (
     LOAD_PROCESSOR,
     Flux3Processor,
@@ -50,10 +55,10 @@ STRATEGIES = {
 }
 
 
-def loaded(folder: Path) -> Pipeline:
+def loaded(folder: Path, *, fast: bool | None = None) -> Pipeline:
     checkpoint = Checkpoint(folder)
     with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):
-        return load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses"))
+        return load_pipeline(checkpoint, TorchEngine(checkpoint.denoiser(), strategy="ulysses", fast=fast))
 
 
 @cache
@@ -83,10 +88,10 @@ def unaware(folder: Path, name: str, conditioning: bytes) -> Tensor:
 
 
 @cache
-def own_latents(folder: Path, name: str) -> Tensor:
-    images, case = images_of(CASES[name]), CASES[name]
+def own_latents(folder: Path, name: str, request: MediaRequest | None = None) -> Tensor:
+    images, request = images_of(CASES[name]), request or request_of(CASES[name], folder)
     with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):
-        state = own_state(folder, request_of(case, folder), change=encode_as_given, image=images or None)
+        state = own_state(folder, request, change=encode_as_given, image=images or None)
     latents: Tensor = state.get("latents")
     assert latents.std() > 0.1
     return latents
@@ -109,6 +114,35 @@ def test_latents_equal_the_pipelines_own(
     folder = folders(CASES[name].make)
     for latents in gang(num_ranks).run(denoised, folder, name, strategy, encoded(folder, name)):
         assert relative_difference(latents, own_latents(folder, name)) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "num_branches"), [("words", 2), ("distilled, one picture", 1)])
+def test_hand_ordered_steps_make_the_same(name: str, num_branches: int, folders: Callable[[Any], Path]) -> None:
+    """What no step changes is computed once a job, and so is the modulation of all its steps.
+
+    Where the model is distilled, it also depends on the time that each step leads to.
+    """
+    folder, owners = folders(CASES[name].make), ((FastFlux3, "hoisted"), (Flux3Weights, "scheduled"))
+    pipeline, request = loaded(folder, fast=True), request_of(CASES[name], folder)
+    with ExitStack() as stack:
+        watched = (patch.object(*one, autospec=True, side_effect=getattr(*one)) for one in owners)
+        calls = [stack.enter_context(each) for each in watched]
+        *_, last = pipeline.states(request, pictures_of(CASES[name]))
+    assert relative_difference(pipeline.sampler.latents(last)["latents"], own_latents(folder, name)) <= TOLERANCE
+    assert [one.call_count for one in calls] == [num_branches] * 2
+
+
+@torch.no_grad()
+def test_entries_of_a_batch_have_times_of_their_own(folders: Callable[[Any], Path]) -> None:
+    folder = folders(flux3_distilled)
+    model, (branch, *_) = Checkpoint(folder).denoiser(), first_step(folder, 1)
+    times = {"timestep": torch.tensor([0.8, 0.3]), "target_timestep": torch.tensor([0.5, 0.1])}
+    batched = {name: torch.randn(2, *x.shape[1:]) for name, x in branch.inputs.items() if x.ndim == 3}
+    inputs = {**branch.inputs, **batched, **times}
+    expected = model.modules["transformer"](**inputs, return_dict=False)[0]
+    (answer,) = TorchEngine(model, fast=True).predict((Branch(inputs=inputs),), (0,))
+    assert len(batched) == 3
+    assert relative_difference(answer, expected) <= TOLERANCE / 10
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
