@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import shutil
@@ -20,6 +21,7 @@ from diffusers import (
     AutoencoderKLQwenImage,
     AutoencoderKLQwenImage21,
     AutoencoderKLWan,
+    AutoencoderTiny,
 )
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -39,6 +41,8 @@ from tests.pipelines.support.checkpoints import (
 )
 from tests.pipelines.support.checkpoints.damage import Tensors, by_hand, scaled
 from tests.pipelines.support.checkpoints.parts import flux2_auto_encoder, shake, shifted_auto_encoder
+from tests.pipelines.support.references.pairs import Pair, check_pixels
+from tests.pipelines.support.sample_requests import picture
 
 WAN_NAMES = {
     r"^quant_conv": "conv1",
@@ -392,6 +396,34 @@ def test_other_auto_encoders_are_refused(tmp_path: Path, name: str) -> None:
     save_file({key: x.contiguous() for key, x in tensors.items()}, file := tmp_path / "theirs.safetensors")
     with pytest.raises(ValueError, match=rf"is not exactly the {kind.__name__} that .*{message}"):
         load_single_file(kind, file, tmp_path / "vae", torch.device("cpu"), torch.float32)
+
+
+def with_tiny_auto_encoder(base: Path, target: Path) -> Path:
+    """A copy of ``base`` with the class of TAESD; older configurations name the stages of both halves alone."""
+    stages = {f"{half}_block_out_channels": (8,) * 3 for half in ("encoder", "decoder")}
+    blocks = {f"num_{half}_blocks": (1,) * 3 for half in ("encoder", "decoder")}
+    shutil.copytree(base, target)
+    shutil.rmtree(target / "vae")
+    vae: Any = shake(AutoencoderTiny(latent_channels=4, **stages, **blocks))
+    vae.save_pretrained(target / "vae")
+    for file, change in (("model_index.json", {"vae": ["diffusers", "AutoencoderTiny"]}), ("vae/config.json", {})):
+        written = json.loads((target / file).read_text()) | change
+        written.pop("block_out_channels", None)
+        (target / file).write_text(json.dumps(written))
+    return target
+
+
+def test_a_tiny_auto_encoder_paints_what_diffusers_paints_with_it(tiny_flux: Path, tmp_path: Path) -> None:
+    check_pixels(Pair(with_tiny_auto_encoder(tiny_flux, tmp_path / "model")), picture())
+
+
+@pytest.mark.parametrize(("make", "kind"), [(tiny.wan, "Wan"), (tiny_models.flux2_klein, "Flux2")])
+def test_a_tiny_auto_encoder_of_other_latents_is_refused(
+    folders: Callable[[Any], Path], tmp_path: Path, make: Any, kind: str
+) -> None:
+    folder = with_tiny_auto_encoder(folders(make), tmp_path / "model")
+    with pytest.raises(ValueError, match=f"an AutoencoderTiny, and its latents are those of an AutoencoderKL{kind}:"):
+        Checkpoint(folder).decoder()
 
 
 def test_a_decoder_alone_is_no_other_auto_encoder(tmp_path: Path) -> None:
