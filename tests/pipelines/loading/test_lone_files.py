@@ -163,12 +163,13 @@ TOWER = {f"visual.{name}.weight": torch.ones(2, 2) for name in ("blocks.0.attn.q
             ),
         ),
         ("text_encoder_2", lambda own: {name: x.half() for name, x in own.items()}),
+        ("image_encoder", lambda own: {f"vision_model.{name}": x.half() for name, x in own.items()}),
     ],
-    ids=["qwen_2.5_vl_7b_fp8_scaled", "byt5_small_glyphxl_fp16"],
+    ids=["qwen_2.5_vl_7b_fp8_scaled", "byt5_small_glyphxl_fp16", "sigclip_vision_patch14_384"],
 )
-def test_both_encoders_of_a_model(folders: Callable[[Any], Path], tmp_path: Path, part: str, written: Any) -> None:
+def test_all_encoders_of_a_model(folders: Callable[[Any], Path], tmp_path: Path, part: str, written: Any) -> None:
     """HunyuanVideo 1.5 reads the language model of the first alone."""
-    base = folders(tiny_hunyuan.hunyuan_video)
+    base = folders(tiny_hunyuan.hunyuan_video_picture)
     own = {name: (x + 0.125).half().float() for name, x in load_file(base / part / "model.safetensors").items()}
     folder = lone(base, part, tmp_path / "model", written(own))
     assert not [*weight_problems(Checkpoint(folder))]
@@ -380,20 +381,18 @@ OTHERS: dict[str, tuple[str, Tensors, str]] = {
     "taew2_2": ("wan 2.2", {"decoder.1.weight": torch.ones(4), "encoder.12.conv.0.bias": torch.ones(4)}, OF_TINY),
     "lighttae_hv1_5": ("hunyuan video", {"decoder.22.bias": torch.ones(12)}, OF_TINY),
     "unknown": ("hunyuan video", {"layers.first.weight": torch.ones(1)}, "its names, such as layers.first.weight, are"),
-    "other statistics": (
-        "minimax h3",
-        as_minimax_has_it(AUTO_ENCODERS["minimax h3"][1]().state_dict()) | {"latents_mean": torch.zeros(4)},
-        "has no place for latents_mean",
-    ),
+    "other statistics": ("minimax h3", {"latents_mean": torch.zeros(4)}, "has no place for latents_mean"),
 }
+"""The auto-encoder of a configuration, tensors of a file for another, and what is said of it."""
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_auto_encoders_are_refused(tmp_path: Path, name: str) -> None:
     of, tensors, message = OTHERS[name]
-    kind, make, _ = AUTO_ENCODERS[of]
-    make().save_pretrained(tmp_path / "vae")
-    save_file({key: x.contiguous() for key, x in tensors.items()}, file := tmp_path / "theirs.safetensors")
+    kind, make, written = AUTO_ENCODERS[of]
+    (vae := make()).save_pretrained(tmp_path / "vae")
+    theirs = tensors if name != "other statistics" else written(vae.state_dict()) | tensors
+    save_file({key: x.contiguous() for key, x in theirs.items()}, file := tmp_path / "theirs.safetensors")
     with pytest.raises(ValueError, match=rf"is not exactly the {kind.__name__} that .*{message}"):
         load_single_file(kind, file, tmp_path / "vae", torch.device("cpu"), torch.float32)
 
@@ -433,6 +432,10 @@ def test_a_decoder_alone_is_no_other_auto_encoder(tmp_path: Path) -> None:
     decoder = {name: x.contiguous() for name, x in as_wan_has_it(vae.state_dict()).items() if "encoder" not in name}
     save_file({f"vae.{name}": x for name, x in decoder.items()} | {"vae.loss.logvar": torch.ones(1)}, file)
     check_auto_encoder(AutoencoderKLWan, file, tmp_path / "vae")
+    other = as_wan22_has_it(AUTO_ENCODERS["wan 2.2"][1]().state_dict())
+    save_file({f"vae.{name}": x.contiguous() for name, x in other.items()}, file := tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match="has another auto-encoder than the AutoencoderKLWan of its base"):
+        check_auto_encoder(AutoencoderKLWan, file, tmp_path / "vae")
 
 
 @pytest.mark.parametrize(
