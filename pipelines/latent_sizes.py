@@ -7,10 +7,14 @@ from pathlib import Path
 from pipelines.directory import read_config
 from pipelines.request import MediaRequest
 
+STAGES = ("block_out_channels", "encoder_block_out_channels")
+"""Keys of stages in auto-encoders' configurations; tiny ones may have the second alone."""
+
 
 def vae_scale(path: Path) -> int:
     """Return pixels per latent value along height and width: the auto-encoder halves between stages."""
-    stages: int = len(read_config(path, "vae")["block_out_channels"])
+    vae = read_config(path, "vae")
+    stages = next(len(vae[name]) for name in STAGES if name in vae)
     return 1 << (stages - 1)
 
 

@@ -27,6 +27,7 @@ from pipelines.directory import (
     read_config,
     unknown_quantiser,
 )
+from pipelines.vae.makers_names import in_own_names, layout_of
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +42,7 @@ OWN = "model.diffusion_model."
 """Prefix of the transformer's keys in a file with all parts of a pipeline."""
 UNUSED = re.compile(
     r"(^|\.)(rope\.(inv_)?freqs?|norm_final\.weight|_extra_state|pos_embedder\.\w+|logvar\.\d\.\w+|accum_\w+)$"
+    r"|^decoder\.mask_token$"
     r"|^(repa_projectors|vae|audio_vae|vocoder|text_encoders?|text_embedding_projection|first_stage_model|conditioner)\."
     r"|_embeddings_connector\.|^(model_ema|loss)\.|per_channel_statistics\.(channel|mean-of-stds)"
 )
@@ -55,6 +57,8 @@ AUTO_ENCODER = "Autoencoder"
 """Part of the names of diffusers' classes whose files hold nothing else."""
 OF_AUTO_ENCODER = ("first_stage_model.", "vae.")
 """Prefixes of an auto-encoder's keys in files with all parts."""
+TINY = re.compile(r"((taesd_)?(en|de)coder\.)?(layers\.)?\d+\.|vae_(scale|shift)$")
+"""Names in files of tiny auto-encoders (TAESD, TAEHV)."""
 STATISTICS = re.compile(r"(running_(mean|var)|latents_(mean|std))$")
 """Buffers that no configuration has the values of."""
 INNER_CONVOLUTION = re.compile(r"^(?:en|de)coder\.((?:post_)?quant_conv\.)")
@@ -139,17 +143,27 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
     try:
         if faults := _faults(kind, tensors, config):
             raise ValueError(faults)
-        if kind.__name__ in SINGLE_FILE_LOADABLE_CLASSES:
+        if kind.__name__ in SINGLE_FILE_LOADABLE_CLASSES and not _layout_of(kind, tensors):
             model = kind.from_single_file(dict(tensors), config=str(config), device=device)
         else:
             model = _assembled(kind, tensors, config).to(device)
     except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
-            f"{file} is not exactly the {kind.__name__} that {config} describes ({error}): give the base that it was "
-            "made of, or a file in a known layout"
+            f"{file} is not exactly the {kind.__name__} that {config} describes ({error}): {_advice(kind, tensors)}"
         ) from error
     check_finite(model, lambda name: file)
     return model
+
+
+def _advice(kind: Any, names: Iterable[str]) -> str:
+    if AUTO_ENCODER not in kind.__name__:
+        return "give the base that it was made of, or a file in a known layout"
+    if all(TINY.match(name) for name in names):
+        return (
+            "tiny auto-encoders are read as folders whose config.json, and the model's index, name AutoencoderTiny, in "
+            "place of an AutoencoderKL alone"
+        )
+    return "give the auto-encoder of this model, in diffusers' names or its makers'"
 
 
 def cast_like_diffusers(model: Any, dtype: torch.dtype) -> Any:
@@ -188,6 +202,9 @@ def _translated(kind: Any, tensors: dict[str, Tensor], model: Any, config: Any) 
     needed = set(model.state_dict() if listed else dict(model.named_parameters()))
     if needed <= tensors.keys():
         return tensors
+    if (layout := _layout_of(kind, tensors)) is not None:
+        shapes = {name: x.shape for name, x in model.state_dict().items()}
+        return in_own_names(tensors, layout, config, shapes)
     if listed:
         translated: dict[str, Tensor] = listed["checkpoint_mapping_fn"](config=config, checkpoint=tensors)
         return translated
@@ -201,8 +218,15 @@ def _translated(kind: Any, tensors: dict[str, Tensor], model: Any, config: Any) 
             best = max(best, found | buffers, key=lambda one: len(needed & one.keys()))
     if 2 * len(needed & best.keys()) > len(needed):
         return best
+    if others:
+        raise ValueError(f"its names, such as {min(tensors)}, are neither diffusers' nor those of known makers")
     known = ", ".join(sorted(SINGLE_FILE_LOADABLE_CLASSES))
     raise ValueError(f"nothing reads a {kind.__name__} in other names than diffusers' own; they are known of {known}")
+
+
+def _layout_of(kind: Any, names: Iterable[str]) -> Mapping[str, str] | None:
+    """Return the layout of an auto-encoder's ``names`` that diffusers reads from no single file."""
+    return layout_of(names) if AUTO_ENCODER in kind.__name__ else None
 
 
 def has_part(file: Path, name: str) -> bool:
@@ -406,5 +430,15 @@ def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path, unused: re.P
     return describe_faults(
         kind.__name__,
         missing=needed - translated.keys(),
-        unread=[name for name in set(tensors) - used if not unused.search(name)],
+        unread=[
+            name
+            for name in set(tensors) - used
+            if not unused.search(name) and not _has_values(written.get(name), tensors[name])
+        ],
     )
+
+
+def _has_values(configured: Any, x: Tensor) -> bool:
+    """Return whether a configuration has the values of ``x``, as ComfyUI's files repeat statistics of latents."""
+    is_list = isinstance(configured, list | tuple) and x.is_floating_point()
+    return is_list and x.tolist() == x.new_tensor(configured).tolist()

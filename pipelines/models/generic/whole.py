@@ -27,6 +27,7 @@ from pipelines.directory import (
     read_config,
     read_index,
 )
+from pipelines.latent_sizes import STAGES
 from pipelines.models.generic.spec import CLIP, FPS, LONGEST_CLIP, NUM_FRAMES, NUM_STEPS, PICTURE, TOKENS, GenericSpec
 from pipelines.models.spec import Config
 
@@ -43,10 +44,9 @@ LISTED = ("GlmImagePipeline",)
 VIDEO_MASK = "mask"
 """The input for a mask of each frame of the clip."""
 CONTROL, CONTROL_SCALE, VIDEO_SCALE = "control_image", "controlnet_conditioning_scale", "conditioning_scale"
-STAGES = ("block_out_channels", "encoder_block_out_channels")
 SPATIAL = ("scale_factor_spatial", "spatial_compression_ratio", "ffactor_spatial")
 TEMPORAL = ("scale_factor_temporal", "temporal_compression_ratio", "ffactor_temporal")
-"""Keys of auto-encoders' configurations: stages, or pixels and frames per latent value."""
+"""Keys of auto-encoders' configurations: pixels and frames per latent value."""
 SAMPLE_SIZE = "default_sample_size"
 SIDES = ("sample_width", "sample_height")
 USUAL_SCALE, USUAL_TEMPORAL = 8, 4
