@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deployments.cli.client import Client
-from deployments.cli.generate import Inputs, generate
+from deployments.cli.generate import Inputs, check_out, generate
 from deployments.cli.progress import console, started_temporarily
 from deployments.cli.serving import load_config
 
@@ -20,6 +20,7 @@ CLIP = ("a green triangle moves from left to right on a black background", "clip
 
 def demo(out: Path, seed: int = 0) -> None:
     """Write two pictures, an edit and a clip to ``out``; print their paths and timings."""
+    check_out(out / PICTURE[1])
     start_s = time.perf_counter()
     with started_temporarily(load_config("laptop")) as url, Client(url) as client:
         console.print(f"started in {time.perf_counter() - start_s:.1f} s")

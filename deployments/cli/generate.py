@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -139,16 +140,21 @@ def _check_mask_of_clip(model: dict[str, Any], inputs: Inputs) -> None:
         raise ValueError("--mask says where a clip is made anew: add --video FILE")
 
 
-def check_ending(out: Path) -> None:
-    """Raise ValueError for a file that no model writes, before a server starts."""
+def check_out(out: Path) -> None:
+    """Raise ValueError for a file that no model writes or that cannot be written, before a server starts."""
     known = [ending for endings in ENDINGS.values() for ending in endings]
     if out.suffix.lower() not in known:
         raise ValueError(f"--out is {out}: it must end in {', '.join(known)}, not {out.suffix.lower() or 'nothing'}")
+    if out.is_dir():
+        raise ValueError(f"--out is {out}, which is a directory: name a file")
+    folder = next(parent for parent in out.absolute().parents if parent.exists())
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        raise ValueError(f"--out is {out}, but {folder} is no directory that can be written to: name another place")
 
 
 def _kind(model: dict[str, Any], out: Path) -> MediaKind:
     """Return the kind that the extension of ``out`` selects. ValueError if the model does not make it."""
-    check_ending(out)
+    check_out(out)
     kinds: list[MediaKind] = model["kinds"]
     if kind := next((kind for kind in kinds if out.suffix.lower() in ENDINGS[kind]), None):
         return kind

@@ -118,7 +118,7 @@ def _generate(
     from deployments.cli import generate as generating
 
     with errors():
-        generating.check_ending(out)
+        generating.check_out(out)
     inputs = generating.Inputs(**files)
     with _client(*place) as client:
         generating.generate(client, prompt, out, options, inputs)

@@ -81,3 +81,14 @@ def test_an_error_of_the_system_is_one_line() -> None:
 def test_the_command_is_installed() -> None:
     done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=PATIENCE_S)
     assert "Usage: " in done.stdout
+
+
+@pytest.mark.parametrize("command", [("generate", "a circle", "--out", "file/x.png"), ("demo", "--out", "file")])
+def test_results_that_nothing_can_hold_are_refused_before_a_server_starts(
+    command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "x.png").mkdir()
+    assert_one_line(troupe(*command), str(tmp_path / "file"))
+    assert_one_line(troupe("generate", "a circle", "--out", "x.png"), "x.png")
