@@ -46,6 +46,8 @@ NOISE = 0.03
 """Step times within this fraction are equal: the simpler name wins, then the alphabet, or the default exchange."""
 NUM_TIMED = 5
 """Timed steps of a candidate, after an untimed one. The shortest counts: other load can only add time."""
+LONG_STEP_S = 0.5
+"""A step that takes longer is timed once: steps of a 720p clip take ten seconds, and a start would take minutes."""
 MIN_BRANCHES = 2
 """A decision covers one branch alone and two at once, at least."""
 
@@ -240,7 +242,7 @@ class Autotuner:
 
     def tune_strategy(self, size: int) -> None:
         """Set the fastest division for teams of ``size``. Numbers of branches beyond the step's stay as predicted."""
-        division = self._engine.division
+        division, alone_s = self._engine.division, 0.0
         best: Specs = ()
         first = dist.get_rank() // size * size
         ranks = tuple(range(first, first + size))
@@ -250,11 +252,15 @@ class Autotuner:
                 specs = tuple(spec if number in (1, spec.guidance) else best[-1] for spec in plan.shortlist())
             times_s = dict.fromkeys(((*best, spec) for spec in specs), 0.0)
             for candidate in times_s if len(times_s) > 1 else ():
+                if alone_s > LONG_STEP_S and candidate[-1].guidance == 1:  # one branch after the other
+                    times_s[candidate] = number * alone_s
+                    continue
                 division.use(TeamSpecs(by_size={**division.specs.by_size, size: candidate}))
                 times_s[candidate] = self._time_s(self._branches[:number], ranks)
             limit_s = (1 + NOISE) * min(times_s.values())
             near = [candidate for candidate, time_s in times_s.items() if time_s <= limit_s]
             best = min(near, key=lambda candidate: [(spec.name.count("x"), spec.name) for spec in candidate])
+            alone_s = times_s[best] if number == 1 else alone_s
         division.use(TeamSpecs(by_size={**division.specs.by_size, size: best}))
 
     def fastest_exchange(self, *, peer_memory: bool) -> ExchangeRules:
@@ -264,7 +270,10 @@ class Autotuner:
         """
         engine, ranks = self._engine, tuple(range(max(self._plans)))
         rules, times_s = engine.config.exchange, dict[ExchangeRules, float]()
-        branches = self._branches[: engine.division.specs.of(len(ranks))[-1].guidance]
+        spec = engine.division.specs.of(len(ranks))[-1]
+        branches = self._branches[: spec.guidance]
+        if is_exchange_negligible(self._plans[len(ranks)][max(len(branches), 1) - 1], spec):
+            return rules
         forwards = tuple(self._forward(*each) for each in engine.division.forwards(branches, ranks))
         reaches = partial(reachable, device=engine.device, dtype=engine.dtype) if peer_memory else None
 
@@ -292,17 +301,36 @@ class Autotuner:
     def _time_s(self, branches: tuple[Branch, ...], ranks: tuple[int, ...], exchange: str = "") -> float:
         """Return the seconds of a step on the gang's slowest rank, while all teams of this size work."""
         engine = self._engine
-        for _ in range(RUNS_BEFORE_CAPTURE + 2):
+        for _ in range(RUNS_BEFORE_CAPTURE):
             engine.predict(branches, ranks)
-        with self._lock.held():
-            timed_s = [_timed_s(engine, branches, ranks) for _ in range(1 + NUM_TIMED)]
-            times_s = torch.tensor(timed_s[1:], device=engine.device)
-            dist.all_reduce(times_s, op=dist.ReduceOp.MAX)
-            time_s = float(times_s.min())
+        if self._shortest_s(branches, ranks, 1) > LONG_STEP_S:  # which captures the step
+            time_s = self._shortest_s(branches, ranks, 1)
+        else:
+            engine.predict(branches, ranks)
+            time_s = self._shortest_s(branches, ranks, NUM_TIMED, num_untimed=1)
         engine.release_steps()
         name = engine.division.team(ranks, len(branches)).spec.name
         self.times_ms[f"{name} on {len(ranks)}, branches: {len(branches)}{exchange}"] = round(1e3 * time_s, 3)
         return time_s
+
+    def _shortest_s(
+        self, branches: tuple[Branch, ...], ranks: tuple[int, ...], num_timed: int, *, num_untimed: int = 0
+    ) -> float:
+        """Return the shortest of ``num_timed`` steps, each by the slowest rank, while no process prepares."""
+        with self._lock.held():
+            timed_s = [_timed_s(self._engine, branches, ranks) for _ in range(num_untimed + num_timed)]
+            times_s = torch.tensor(timed_s[num_untimed:], device=self._engine.device)
+            dist.all_reduce(times_s, op=dist.ReduceOp.MAX)
+            return float(times_s.min())
+
+
+def is_exchange_negligible(plan: StepForecast, spec: ParallelSpec) -> bool:
+    """Return whether a faster exchange would shorten the step of ``spec`` by no more than noise.
+
+    False for a short step, whose prediction is less exact and whose trials cost little.
+    """
+    cost = next((cost for cost in plan.costs if cost.spec == spec), plan.chosen)
+    return cost.total_ms > 1e3 * LONG_STEP_S and cost.exchange_ms <= NOISE * cost.total_ms
 
 
 def _timed_s(engine: TorchEngine, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> float:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from engines.core.engine import RankContext
 from engines.core.spec import ParallelSpec
-from engines.core.storage import HostLock
 from engines.fast.interface import SideStream
 from engines.parallel.division import TeamSpecs
 from engines.parallel.ulysses import ulysses_in_parts
+from engines.planner.cost_model import Cost
 from engines.registry import load_engine
 from engines.torch_engine import autotune
 from engines.torch_engine.autotune import (
@@ -28,8 +28,8 @@ from engines.torch_engine.autotune import (
     Decision,
     DecisionFile,
     DividedForward,
-    GangLock,
     alternative,
+    is_exchange_negligible,
     overlaps,
 )
 from engines.torch_engine.engine import TorchEngine
@@ -37,11 +37,17 @@ from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
-from tests.engines.torch_engine.support.decisions import EVERYONE, Started, Times, choice_of_exchange, choosing, start
+from tests.engines.torch_engine.support.decisions import (
+    EVERYONE,
+    STRATEGIES_MS,
+    Started,
+    Times,
+    choice_of_exchange,
+    choosing,
+    start,
+)
 from tests.engines.torch_engine.support.teams import team_of
-from tests.support.locks import is_free
 
-STRATEGIES_MS = {"ring2": 71.4, "allgather_kv2": 61.6, "ulysses2": 61.6}
 MEASURED = Times(strategies_ms=STRATEGIES_MS)
 SWAPPED = Times(strategies_ms={**STRATEGIES_MS, "ring2": 50.0})
 ULYSSES_MS = {"ring2": 71.4, "allgather_kv2": 71.4, "ulysses2": 55.0}
@@ -94,6 +100,35 @@ def test_ties_within_the_noise_are_broken_by_name(tmp_path: Path) -> None:
     equal = Times(strategies_ms=dict.fromkeys(STRATEGIES_MS, 60.19))
     for each in gang(2).run(starts, tmp_path, [equal] * 3, 3):
         assert [started.strategy for started in each] == ["allgather_kv2"] * 3
+
+
+def of_long_steps(folder: Path) -> Started:
+    """Return a start with steps of a minute, of one and two branches. All candidates are near enough to be timed."""
+    times = Times(
+        strategies_ms={"ring2": 71_400.0, "allgather_kv2": 61_600.0, "ulysses2": 71_400.0, "guidance2": 150e3}
+    )
+    with patch("engines.planner.forecast.TRIAL_MARGIN", 100.0):
+        return start(choosing(folder, num_branches=2), 1, times)
+
+
+def test_long_steps_are_timed_once_and_branches_in_turn_never(tmp_path: Path) -> None:
+    """A step is timed twice, since the first time tells that it is long."""
+    for found in gang(2).run(of_long_steps, tmp_path):
+        assert (found.strategy, found.at_once) == ("allgather_kv2", "allgather_kv2")
+        assert found.num_timed == 2 * len(("ring2", "allgather_kv2", "ulysses2", "guidance2"))
+
+
+def test_exchanges_that_no_rule_can_shorten_much_are_not_timed() -> None:
+    spec, others = ParallelSpec(ulysses=2), {"attention_ms": 0.0, "elementwise_ms": 0.0, "memory_bytes": 0}
+
+    def is_negligible(products_ms: float, exchange_ms: float) -> bool:
+        cost = Cost(spec=spec, products_ms=products_ms, exchange_ms=exchange_ms, weight_bytes=0, **others)  # type: ignore[arg-type]
+        plan = SimpleNamespace(costs=(cost,), chosen=cost)
+        return is_exchange_negligible(plan, spec)  # type: ignore[arg-type]
+
+    assert is_negligible(5000.0, 60.0)
+    assert not is_negligible(5000.0, 600.0)
+    assert not is_negligible(50.0, 0.6), "a short step"
 
 
 def test_a_strategy_that_is_named_is_not_timed(tmp_path: Path) -> None:
@@ -399,101 +434,3 @@ def test_only_rules_that_would_change_the_step_are_timed() -> None:
 
 def test_a_cpu_has_no_choice() -> None:
     assert not overlaps(torch.device("cpu"))
-
-
-# The locks of the hosts.
-
-NUM_LOOKS = 3
-
-
-class Others(ExitStack):
-    """A process that prepares on the hosts named ``names``, until a rank has looked so often whether it still does."""
-
-    def __init__(self, folder: Path, *names: str) -> None:
-        super().__init__()
-        self.num_looks = 0
-        for name in names:
-            with patch("socket.gethostname", lambda name=name: name):
-                lock = HostLock(folder)
-            self.enter_context(lock.shared())
-
-    def look(self, _: float) -> None:
-        self.num_looks += 1
-        if self.num_looks == NUM_LOOKS:
-            self.close()
-
-
-def looked(folder: Path, hosts: tuple[str, str], patience_s: float = 10.0) -> tuple[int, bool, bool]:
-    """How often a rank looked while the first host was busy, whether its own host was free between two looks, and is
-    taken once the gang holds the locks."""
-    dist.barrier()
-    host = hosts[dist.get_rank()]
-    others = Others(folder, *([host] if dist.get_rank() == 0 else []))
-    was_free = False
-
-    def look(pause_s: float) -> None:
-        nonlocal was_free
-        was_free = was_free or (host != hosts[0] and is_free(own))
-        dist.barrier()
-        others.look(pause_s)
-
-    with (
-        patch("socket.gethostname", lambda: host),
-        patch.object(autotune, "PATIENCE_S", patience_s),
-        patch.object(time, "sleep", look),
-    ):
-        own = HostLock(folder)
-        dist.barrier()
-        lock = GangLock(own)
-        with lock.held():
-            is_taken = not is_free(own)
-            dist.barrier()
-        others.close()
-    return others.num_looks, was_free, is_taken
-
-
-def test_a_gang_waits_until_no_process_of_its_host_prepares(tmp_path: Path) -> None:
-    for num_looks, _, is_taken in gang(2).run(looked, tmp_path, ("a", "a")):
-        assert (num_looks, is_taken) == (NUM_LOOKS, True)
-
-
-def test_it_takes_the_locks_of_all_hosts_or_none(tmp_path: Path) -> None:
-    """A gang that held one and waited for another might wait for a gang that does the same."""
-    first, second = gang(2).run(looked, tmp_path, ("a", "b"))
-    assert first == (NUM_LOOKS, False, True)
-    assert second == (NUM_LOOKS, True, True)
-
-
-def test_it_waits_no_longer_than_it_has_patience(tmp_path: Path) -> None:
-    patience_s = (NUM_LOOKS - 1) * autotune.POLL_S
-    for num_looks, _, is_taken in gang(2).run(looked, tmp_path, ("a", "a"), patience_s):
-        assert (num_looks, is_taken) == (NUM_LOOKS - 1, True), "the others are still there"
-
-
-def test_without_a_lock_it_waits_for_no_process() -> None:
-    with GangLock(None).held():
-        pass
-
-
-class Watched(Times):
-    """Sees whether others may prepare while a step is timed."""
-
-    lock: HostLock
-
-    def of(self, engine: TorchEngine, branches: tuple[object, ...], ranks: tuple[int, ...]) -> float:
-        assert not is_free(self.lock), "a step is timed, and others may prepare"
-        return super().of(engine, branches, ranks)
-
-
-def watched(folder: Path) -> tuple[str, int]:
-    lock = Watched.lock = HostLock(folder)
-    started = start(replace(choosing(folder), lock=lock), 1, Watched(strategies_ms=STRATEGIES_MS))
-    dist.barrier()
-    assert dist.get_rank() or is_free(lock), "afterwards they may"
-    return started.strategy, started.num_timed
-
-
-def test_steps_are_timed_while_no_process_prepares(tmp_path: Path) -> None:
-    (strategy, num_timed), _ = gang(2).run(watched, tmp_path)
-    assert strategy == "allgather_kv2"
-    assert num_timed > 0

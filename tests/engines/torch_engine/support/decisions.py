@@ -24,6 +24,7 @@ from tests.engines.planner.test_cost_model import machine
 from tests.engines.support import models
 
 JITTER = 0.03
+STRATEGIES_MS = {"ring2": 71.4, "allgather_kv2": 61.6, "ulysses2": 61.6}
 EVERYONE = (0, 1)
 
 
