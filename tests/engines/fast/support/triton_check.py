@@ -53,8 +53,8 @@ def close(got: Tensor | QuantRows, expected: Tensor | QuantRows, tolerance: floa
 
 
 def moved(modulation: Modulation, device: str) -> Modulation:
-    vectors = {"shift_SBC": modulation.shift_SBC.to(device), "scale_SBC": modulation.scale_SBC.to(device)}
-    return replace(modulation, **vectors)
+    shift_SBC, scale_SBC = modulation.shift_SBC.to(device), modulation.scale_SBC.to(device)
+    return replace(modulation, shift_SBC=shift_SBC, scale_SBC=scale_SBC)
 
 
 def check_norm(device: str, *, channels: int, first: int, gates: int, segments: int, last: int = 0) -> None:
