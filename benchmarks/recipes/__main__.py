@@ -2,7 +2,7 @@
 
     python -m benchmarks.recipes flux-shapes --config laptop --size 128x128
     python -m benchmarks.recipes FLUX.1-dev --config gpu1 --folder /tmp/flux --size 1024x1024
-                                 [--steps 28] [--recipes turbo-8] [--parts recipes,switch] [--out FILE]
+                                 [--steps 28] [--recipes turbo-8] [--parts recipes,switch] [--out FILE] [--logs FOLDER]
 
 A published model lies in ``--folder``, and is written there with random weights if nothing is there. So are the
 adapters of its recipes in ``--adapters``: random values, in the layouts, ranks and dtypes of the published files.
@@ -47,7 +47,7 @@ def measured(arguments: argparse.Namespace) -> Generator[dict[str, Any]]:
         began_s = time.perf_counter()
         config = config_with_recipes(arguments, arguments.adapters or Path(name))
         yield {"part": "written", "took_s": round(time.perf_counter() - began_s, 1)}
-        with serving(config) as application, Client(application.url) as client:
+        with serving(config, keep_logs_in=arguments.logs) as application, Client(application.url) as client:
             client.timeout = TIMEOUT_S
             served = Served(
                 application=application,
@@ -92,6 +92,7 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recipes", nargs="+", default=[], help="only these of the published ones")
     parser.add_argument("--adapters", type=Path, help="folder where the adapters lie or are written")
     parser.add_argument("--repeats", type=int, default=3, help="of each request after its first")
+    parser.add_argument("--logs", type=Path, help="folder for the application's logs, also of a start that fails")
     add_part_options(parser, PARTS, USUAL)
     return parser.parse_args(words)
 
