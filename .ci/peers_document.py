@@ -237,7 +237,7 @@ def readme(written: str, known: Iterable[Comparison]) -> str:
 def starts(written: str, reports: Path) -> str:
     """Return docs/reference/performance.md with its table of starts made anew: the largest card of each model."""
     newest: dict[tuple[str, int], Mapping[str, Any]] = {}
-    for line in (*lines_of(reports / "sweep.jsonl"), *sorted(lines_of(reports / "cards.jsonl"), key=card_of)):
+    for line in (*sorted(lines_of(reports / "cards.jsonl"), key=card_of), *lines_of(reports / "sweep.jsonl")):
         if PHASES["encoder"][0] in line.get("phases_s", {}):
             newest[line["model"], line.get("ranks", 1)] = line
     columns = ("seconds", "GPUs", "ready", *PHASES, "first picture or clip", "the same again")
@@ -250,7 +250,8 @@ def card_of(line: Mapping[str, Any]) -> float:
 
 
 def start_row(line: Mapping[str, Any]) -> tuple[str, ...]:
-    gpus = f"{line['card_gb']:.0f} GB" if "card_gb" in line else f"{line['ranks']} × H200"
+    is_card = "card_gb" in line
+    gpus = f"{line['card_gb']:.0f} GB" if is_card else f"{line['ranks']} × {line['hardware'].removeprefix('NVIDIA ')}"
     phases = (sum(line["phases_s"].get(name, 0.0) for name in names) for names in PHASES.values())
     answers = (line[key]["total"] / 1000 for key in ("first_ms", "again_ms"))
     return line["model"], gpus, *(f"{value:.1f}" for value in (line["ready_s"], *phases, *answers))

@@ -85,6 +85,8 @@ def file_refusal(file: Path) -> str | None:
     """Return why ``file``, which need not exist, cannot be written; None if it can."""
     if not os.path.exists(file):
         return refusal(file.parent)
+    if file.is_dir():
+        return f"{file} is a folder"
     return None if os.access(file, os.R_OK | os.W_OK) else f"{file} belongs to another user, or cannot be written"
 
 

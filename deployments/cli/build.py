@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from deployments.cli.progress import console
-from deployments.places import read_text
+from deployments.places import file_refusal, read_text
 from engines.core.spec import is_static
 
 if TYPE_CHECKING:
@@ -38,8 +38,10 @@ PROMPTS = (
 def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | None, dtype_name: str) -> None:
     """Write the largest magnitude of each linear's input, over all steps of the prompts, to ``out``.
 
-    ValueError if the model, the size or the file of prompts is invalid.
+    ValueError if the model, the size or the file of prompts is invalid, or ``out`` cannot be written.
     """
+    if problem := file_refusal(out):
+        raise ValueError(f"--out: {problem}")
     from engines.quantization.calibration import recording_all, save_calibration
     from pipelines.checkpoint import Checkpoint
 

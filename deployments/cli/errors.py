@@ -87,7 +87,8 @@ def explain(error: Exception) -> str | None:
             return f"no answer from {where}: {error}"
         case ModuleNotFoundError(name=str(module)) if hint := hint_for(module):
             return f"{module} is not installed, which this needs: {hint}"
-        case OSError(filename=file, strerror=str(reason)):
+        case OSError(filename=source, filename2=target, strerror=str(reason)):  # two where a new file gets its name
+            file = source if target is None else target
             return reason if file is None else f"{file}: {reason}"
         case ValueError() | RuntimeError() | OSError():
             return str(error)

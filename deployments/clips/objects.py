@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 import time
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -249,7 +248,7 @@ class ObjectOrphans:
     bucket: Bucket
     """Where the objects are."""
     patience_s: float
-    """Age at which they are deleted, and interval at which all objects are listed."""
+    """Interval at which all objects are listed."""
     _listed_s: float | None = field(default=None, init=False)
     """When all objects were listed last; None: never."""
     _is_new: bool = field(default=False, init=False)
@@ -258,16 +257,12 @@ class ObjectOrphans:
     """Ids without a record at the look before."""
 
     def folders(self) -> list[str]:
-        """Return the ids that have old objects alone; none before it is time to look again."""
+        """Return the ids that have objects; none before it is time to look again."""
         now_s = time.monotonic()
         if self._listed_s is not None and now_s - self._listed_s < self.patience_s:
             return []
         self._listed_s, self._is_new = now_s, True
-        newest_s: defaultdict[str, float] = defaultdict(float)
-        for one in self.bucket.list("videos"):
-            clip_id = one.name.split("/")[1]
-            newest_s[clip_id] = max(newest_s[clip_id], one.modified_s)
-        return [clip_id for clip_id, modified_s in newest_s.items() if modified_s < time.time() - self.patience_s]
+        return list({one.name.split("/")[1] for one in self.bucket.list("videos")})
 
     def sweep(self, unknown_ids: set[str]) -> None:
         """Delete the objects of ``unknown_ids`` that had no record ``patience_s`` ago either."""

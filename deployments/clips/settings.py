@@ -48,7 +48,7 @@ class ClipSettings(ClipLimits):
     retry_s: float = 5.0
     """Time before a failed clip is retried."""
     orphan_s: float = 3600.0
-    """Age at which folders without a record and partial files are deleted."""
+    """Time from the look that finds folders without a record, or partial files, until they are deleted."""
     webhooks: WebhookSettings = field(default_factory=WebhookSettings)
     """Where messages may go."""
     num_gangs: Mapping[str, int] = field(default_factory=dict)

@@ -69,7 +69,10 @@ def save_calibration(records: Mapping[str, Amax], path: Path) -> None:
 
 def load_calibration(path: Path, module: str) -> dict[str, float]:
     """Return the record of one module. ``ValueError`` if the file has none for it, or is not a calibration."""
-    document = json.loads(path.read_text())
+    try:
+        document = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is no calibration, which `troupe calibrate` writes: {error}") from error
     if not isinstance(document, dict) or not all(map(_is_record, document.values())):
         raise ValueError(f"{path} is no calibration: it must map module names to layer names to largest magnitudes")
     if module not in document:

@@ -13,7 +13,7 @@ from typing import Any
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 
 from engines.parallel.weight_files import metadata_of
-from pipelines.lora.source import PEFT_CONFIG
+from pipelines.lora.source import PEFT_CONFIG, AdapterError
 from pipelines.lora.translation import PEFT_PREFIX, shown
 
 CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
@@ -55,10 +55,12 @@ def factor_scale(config: Mapping[str, Any], layer: str) -> float:
 
 
 def for_all_layers(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
-    """Return ``config`` for layers under other names. ValueError if it has patterns of names."""
+    """Return ``config``, which is beside the file, for layers under other names. AdapterError for patterns of names."""
     if patterns := config.get("alpha_pattern"):
-        raise ValueError(
-            f"{path} has alphas by names of layers ({shown(patterns)}) that are translated here: save it with one alpha"
+        raise AdapterError(
+            f"{path} has alphas by names of layers ({shown(patterns)}) that are translated here: save it with one "
+            "alpha",
+            "config",
         )
     return {key: value for key, value in config.items() if key in ("lora_alpha", "use_rslora")}
 

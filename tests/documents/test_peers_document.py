@@ -61,6 +61,17 @@ def test_documents_are_up_to_date(program: ModuleType) -> None:
     assert len(found) >= 4
 
 
+def test_a_start_on_the_whole_gpu_precedes_those_on_smaller_cards(program: ModuleType, tmp_path: Path) -> None:
+    again = {"first_ms": {"total": 1.0}, "again_ms": {"total": 1.0}, "phases_s": {"encoder: weights": 1.0}}
+    cards = [{"model": model, "card_gb": card_gb, "ready_s": card_gb} for model in "ab" for card_gb in (24.0, 16.0)]
+    whole = [{"model": "a", "ranks": ranks, "ready_s": 9.0, "hardware": "NVIDIA H100"} for ranks in (1, 2)]
+    for name, lines in (("cards", cards), ("sweep", whole)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(line | again) + "\n" for line in lines))
+    table = program.starts("<!-- starts: x -->\n<!-- end of starts -->\n", tmp_path)
+    rows = [[cell.strip() for cell in row.split("|")[1:4]] for row in table.splitlines()[3:-1]]
+    assert rows == [["a", "1 × H100", "9.0"], ["a", "2 × H100", "9.0"], ["b", "24 GB", "24.0"]]
+
+
 def test_a_ratio_is_to_the_best_setting_of_the_best_peer(program: ModuleType, tmp_path: Path) -> None:
     """Errors are no figures."""
     failed = {"case": "sglang-blocks/1024/w2/bf16/ulysses", "error": "not captured", **HOST}

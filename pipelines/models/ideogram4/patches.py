@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from diffusers.modular_pipelines.ideogram4.before_denoise import Ideogram4PrepareAdditionalInputsStep
 from diffusers.modular_pipelines.ideogram4.encoders import Ideogram4TextEncoderStep
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
@@ -12,6 +13,7 @@ from pipelines.blocks.tree import replace_blocks
 
 FEATURES, LENGTHS = "text_features", "text_lengths"
 PROMPT, NEGATIVE = "prompt_embeds", "negative_prompt_embeds"
+SEGMENTS = ("segment_ids", "negative_segment_ids")
 
 
 class UnpaddedText(Ideogram4TextEncoderStep):  # type: ignore[misc]  # diffusers has no types
@@ -26,15 +28,19 @@ class UnpaddedText(Ideogram4TextEncoderStep):  # type: ignore[misc]  # diffusers
 class UnpackedText(Ideogram4PrepareAdditionalInputsStep):  # type: ignore[misc]  # diffusers has no types
     """Replaces a block that gives the picture's tokens features, too: zeros, of which ``text.forward`` needs none.
 
-    The second transformer gets one token of zeros, since kernels take no empty tensor. It is masked.
+    The second transformer gets one token of zeros, since kernels take no empty tensor. It is masked. One segment id is
+    left: all tokens are of one picture, and no mask is needed.
     """
 
     def __call__(self, components: Any, state: PipelineState) -> Any:
         features_BTF = state.get(FEATURES)
         state.set(FEATURES, features_BTF[..., :0])
         components, state = super().__call__(components, state)
-        for name, value in ((FEATURES, features_BTF), (PROMPT, features_BTF), (NEGATIVE, features_BTF[:, :1] * 0)):
+        blank_B1F = torch.zeros_like(features_BTF[:, :1])
+        for name, value in ((FEATURES, features_BTF), (PROMPT, features_BTF), (NEGATIVE, blank_B1F)):
             state.set(name, value)
+        for name in SEGMENTS:
+            state.set(name, state.get(name)[:, :1])
         return components, state
 
 

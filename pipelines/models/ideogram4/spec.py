@@ -98,10 +98,6 @@ class Ideogram4Spec(ModelSpec):
         number = num_tokens or TYPICAL_TOKENS
         return {"text_features": torch.zeros(1, number, config["llm_features_dim"]), "text_lengths": [number]}
 
-    def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the call with one segment id: all tokens are of one picture, and no mask is needed."""
-        return {**call, "segment_ids": call["segment_ids"][:, :1]}
-
     def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
         from pipelines.blocks import attention
 

@@ -21,7 +21,7 @@ LAYERS = ("llm_cond_norm", "llm_cond_proj")
 
 
 def hoisted(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
-    """Return the projected text, (batch, text tokens, channels)."""
+    """Return the projected text. Its shape is (batch, text tokens, channels)."""
     text_BTC: Tensor = module.llm_cond_proj(module.llm_cond_norm(inputs[FEATURES]))
     return {TEXT: text_BTC}
 

@@ -52,6 +52,14 @@ def test_what_the_command_writes_a_rank_takes(pictures: Path, tmp_path: Path) ->
     assert relative_difference(cut_off, native) > 2 * relative_difference(fixed, native)
 
 
+def test_a_file_that_cannot_be_written_is_told_before_the_model_is_read(tmp_path: Path) -> None:
+    args = ["calibrate", "--model", "nowhere", "--out"]
+    (file := tmp_path / "file").touch()
+    for out, reason in ((tmp_path, f"{tmp_path} is a folder"), (file / "scales.json", f"{file} cannot be written")):
+        refused = CliRunner().invoke(app, [*args, str(out)], env={"COLUMNS": "200"})
+        assert (refused.exit_code, reason in refused.stderr) == (2, True), refused.output
+
+
 def test_a_model_that_must_have_pictures_gets_some(tmp_path: Path) -> None:
     """Both transformers of one that changes between them on the way."""
     checkpoint = Checkpoint(tiny_video.wan_picture_two_experts(tmp_path))

@@ -73,6 +73,7 @@ def test_a_server_that_does_not_answer_is_one_line() -> None:
 
 def test_an_error_of_the_system_is_one_line() -> None:
     assert explain(PermissionError(13, "Permission denied", "a.png")) == "a.png: Permission denied"
+    assert explain(IsADirectoryError(21, "Is a directory", ".a.png.01", None, "a.png")) == "a.png: Is a directory"
     assert explain(OSError(28, "No space left on device")) == "No space left on device"
     assert explain(OSError("the hub has no such file")) == "the hub has no such file"
     assert explain(KeyError("ours")) is None

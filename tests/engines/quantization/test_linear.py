@@ -77,9 +77,10 @@ def test_what_is_not_finite_gives_no_scale(value: float) -> None:
 def test_a_calibration_must_know_every_layer(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no entry for 34 of 34 layers, such as transformer_blocks\.0"):
         swap_linears(models.transformer("flux"), SHARD_PLAN, "fp8", {})
-    for bad in ('"c"', "Infinity", "NaN", "-1"):
-        (tmp_path / "bad.json").write_text(f'{{"a": {{"b": {bad}}}}}')
-        with pytest.raises(ValueError, match="is no calibration"):
+    values = ('"c"', "Infinity", "NaN", "-1")
+    for bad in (*(f'{{"a": {{"b": {value}}}}}'.encode() for value in values), b"PK no JSON", b"PK\xff"):
+        (tmp_path / "bad.json").write_bytes(bad)
+        with pytest.raises(ValueError, match=r"bad\.json is no calibration"):
             load_calibration(tmp_path / "bad.json", "a")
     save_calibration({"transformer": {"a": 1.0}}, tmp_path / "one.json")
     with pytest.raises(ValueError, match="no scales for 'transformer_2', only for: transformer"):

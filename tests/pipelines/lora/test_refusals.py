@@ -209,5 +209,6 @@ def test_patterns_of_translated_names_are_refused(small: Callable[[str], Path], 
     tensors = pair(key, *plain(small("flux"))[name].shape, spelling="A")
     config = {"r": 2, "lora_alpha": 2, "alpha_pattern": {"proj": 4}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"has alphas by names of layers \(proj\) that are translated"):
+    with pytest.raises(ValueError, match=r"has alphas by names of layers \(proj\) that are translated") as refusal:
         added(small("flux"), written(tensors, tmp_path))
+    assert getattr(refusal.value, "field", "file") == "config"

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from diffusers import Ideogram4Pipeline
 from torch import Tensor
 
 from engines.core.tensors import relative_difference
+from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.ideogram4.spec import guidance_schedule
 from pipelines.request import MediaRequest
@@ -115,6 +117,17 @@ def test_a_known_step_calls_both_transformers_with_features_of_the_text_alone(fo
     assert [branch.arguments["encoder_hidden_states"].shape[1] for branch in branches] == [num_text, 1]
     lengths = [checkpoint.denoiser().stream_lengths(branch.arguments)["tokens"] for branch in branches]
     assert lengths[0] > lengths[1]
+
+
+def test_the_text_is_projected_once_a_job_for_each_transformer(folder: Path) -> None:
+    checkpoint, asked = Checkpoint(folder), request(folder, STEADY)
+    model = checkpoint.denoiser()
+    hoisted = Mock(wraps=model.hoisted)
+    engine = TorchEngine(replace(model, hoisted=hoisted))
+    hoisted.reset_mock()
+    latents = load_pipeline(checkpoint, engine).denoise(asked)
+    assert hoisted.call_count == len(model.modules) == 2
+    assert relative_difference(packed(latents["latents"]), own(folder, STEADY)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
