@@ -119,15 +119,18 @@ def test_a_known_step_calls_both_transformers_with_features_of_the_text_alone(fo
     assert lengths[0] > lengths[1]
 
 
-def test_the_text_is_projected_once_a_job_for_each_transformer(folder: Path) -> None:
-    checkpoint, asked = Checkpoint(folder), request(folder, STEADY)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_text_is_projected_once_a_job_for_each_transformer(dtype: torch.dtype, folder: Path) -> None:
+    """The encoder's features are float32."""
+    checkpoint, asked = Checkpoint(folder, "cpu", dtype), request(folder, STEADY)
     model = checkpoint.denoiser()
     hoisted = Mock(wraps=model.hoisted)
     engine = TorchEngine(replace(model, hoisted=hoisted))
     hoisted.reset_mock()
     latents = load_pipeline(checkpoint, engine).denoise(asked)
     assert hoisted.call_count == len(model.modules) == 2
-    assert relative_difference(packed(latents["latents"]), own(folder, STEADY)) <= TOLERANCE
+    if dtype is torch.float32:
+        assert relative_difference(packed(latents["latents"]), own(folder, STEADY)) <= TOLERANCE
 
 
 @pytest.mark.parametrize(
