@@ -25,6 +25,7 @@ from tests.pipelines.models import test_video as video
 from tests.pipelines.models.cosmos import test_cosmos as cosmos
 from tests.pipelines.models.flux3 import test_flux3 as flux3
 from tests.pipelines.models.helios import test_helios as helios
+from tests.pipelines.models.ideogram4 import test_ideogram4 as ideogram
 from tests.pipelines.models.ltx2 import test_in_context as in_context
 from tests.pipelines.models.ltx2 import test_keyframes as keyframes
 from tests.pipelines.models.ltx2 import test_two_stages as two_stages
@@ -39,6 +40,7 @@ from tests.pipelines.support.checkpoints import (
     tiny_ltx,
     tiny_minimax,
     tiny_models,
+    tiny_others,
     tiny_whole,
 )
 from tests.pipelines.support.device_jobs import HALF_TOLERANCE, Job, Latents, check_jobs, made_on_cpu
@@ -175,6 +177,14 @@ def flux3_job(name: str, folder: Path) -> Job:
     )
 
 
+def ideogram_job(folder: Path) -> Job:
+    return Job(
+        request=ideogram.request(folder, ideogram.STEADY),
+        own=lambda one: {"latents": ideogram.own_images(folder, ideogram.STEADY, one)},
+        like=lambda ours, _: ideogram.packed(ours),
+    )
+
+
 SDXL_CONTROL = PictureCase(
     make=tiny_whole.sdxl_controlled,
     pictures=(),
@@ -250,6 +260,7 @@ CASES: dict[str, GpuCase] = {
     **{f"cosmos, {name}": clip_case(clip) for name, clip in cosmos.CLIPS.items()},
     **{f"flux 3, {name}": GpuCase(make=case.make, job=partial(flux3_job, name)) for name, case in flux3.CASES.items()},
     **{f"helios, {name}": clip_case(clip, chunks) for name, clip in helios.CASES.items()},
+    "ideogram 4": GpuCase(make=tiny_others.ideogram4, job=ideogram_job),
     **{name: clip_case(clip) for name, clip in video.CLIPS.items()},
     **{
         f"wan animate 2, {name}": GpuCase(make=case.kind, job=partial(animate_job, name))

@@ -29,6 +29,7 @@ QUICK = {
     "ltx 2 at frames, guided": SINGLE,
     "flux 3, two pictures": SINGLE,
     "flux 3, distilled": HALF,
+    "ideogram 4": HALF,
     "minimax h3 with references, all": BOTH,
     "qwen control": BOTH,
     "sdxl control": BOTH,

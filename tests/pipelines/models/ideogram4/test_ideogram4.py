@@ -57,7 +57,10 @@ def request(folder: Path, name: str) -> MediaRequest:
 
 @cache
 def own(folder: Path, name: str, output_type: str = "latent") -> Any:
-    asked = request(folder, name)
+    return own_images(folder, name, request(folder, name), output_type)
+
+
+def own_images(folder: Path, name: str, asked: MediaRequest, output_type: str = "latent") -> Any:
     pipeline = Ideogram4Pipeline.from_pretrained(folder)
     pipeline.set_progress_bar_config(disable=True)
     return pipeline(
