@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.model import LATENTS, TIMESTEP
 from pipelines.defaults import Defaults
-from pipelines.directory import read_config, read_index
+from pipelines.directory import open_modular, read_config, read_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -239,6 +239,10 @@ class ModelSpec(ABC):
         Its fused norms have one epsilon.
         """
         return self.arrange_fast if config.get("eps", FAST_EPS) == FAST_EPS else None
+
+    def auto_encoder(self, path: Path) -> Any:
+        """Return the type of the ``vae`` that the pipeline takes, None if it names none. Needs torch."""
+        return {one.name: one.type_hint for one in open_modular(path).blocks.expected_components}.get("vae")
 
     def patch_blocks(self, blocks: Any) -> None:  # noqa: B027  most families need no patch
         """Replace faulty blocks of diffusers, and add missing ones. Needs torch."""
