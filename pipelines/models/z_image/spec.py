@@ -57,6 +57,8 @@ GUIDANCE: dict[str, Any] = {"true_cfg_scale": 5.0, "guidance_offset": 1.0}
 BASE = replace(PICTURE, **GUIDANCE, max_pictures=1, takes_strength=True, strength=0.6, max_tokens=MAX_TOKENS)
 """Defaults of the model's page, with 50 steps."""
 TURBO = distilled(BASE, 9)
+NORM_EPS = 1e-5
+"""Epsilon of all norms in blocks; those of queries and keys have it whatever the configuration says."""
 BASE_SHIFT = 6.0
 """Shift of the schedule; Turbo's is 3. Their published configurations are otherwise equal."""
 
@@ -106,8 +108,9 @@ class ZImageSpec(ModelSpec):
         return ([prediction],)
 
     def fast_weights(self, config: Config) -> ArrangeWeights | None:
-        """Return None for a transformer that sees pictures through SigLIP."""
-        return None if config.get("siglip_feat_dim") is not None else self.arrange_fast
+        """Return None for a transformer that sees pictures through SigLIP, or has other norms than published ones."""
+        has_usual_norms = config.get("norm_eps", NORM_EPS) == NORM_EPS and config.get("qk_norm", True)
+        return self.arrange_fast if has_usual_norms and config.get("siglip_feat_dim") is None else None
 
     def defaults(self, path: Path) -> Defaults:
         """Return Z-Image's or Turbo's, by the schedule. A ``troupe.json`` in the folder overrides them."""

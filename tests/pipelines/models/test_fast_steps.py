@@ -132,8 +132,16 @@ def test_editors_of_other_kinds_run_as_their_module() -> None:
     assert spec.fast_weights({"zero_cond_t": True}) is None
 
 
-@pytest.mark.parametrize("name", ["FLUX.2-dev", "flux-3-image-klein"])
-def test_norms_of_another_epsilon_run_as_their_module(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [
+        ("FLUX.2-dev", {"eps": EPS}, {"eps": 10 * EPS}),
+        ("flux-3-image-klein", {"eps": EPS}, {"eps": 10 * EPS}),
+        ("Z-Image", {"norm_eps": 1e-5}, {"norm_eps": 1e-6}),  # that of queries and keys stays 1e-5 in diffusers' class
+        ("Z-Image", {"qk_norm": True}, {"qk_norm": False}),
+    ],
+)
+def test_norms_of_another_kind_run_as_their_module(name: str, usual: Any, other: Any) -> None:
     spec: Any = Checkpoint.of_configuration(name).spec
-    assert spec.fast_weights({"eps": EPS}) is not None
-    assert spec.fast_weights({"eps": 10 * EPS}) is None
+    assert spec.fast_weights(usual) is not None
+    assert spec.fast_weights(other) is None
