@@ -37,6 +37,16 @@ def check_channels(path: Path, part: str, given: int) -> None:
         )
 
 
+def check_latents(path: Path, given: int) -> None:
+    """Raise ValueError if the auto-encoder makes another number of channels than ``given``, the transformer's."""
+    vae = read_config(path, "vae")
+    if (number := vae.get("latent_channels", given)) != given:
+        raise ValueError(
+            f"the vae of {path}, an {vae.get('_class_name')}, makes {number} channels of latents, and the transformer "
+            f"takes {given}: take the model's own auto-encoder, or a tiny one that was made for it"
+        )
+
+
 def first_output(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
     """Call a diffusers transformer and return the first tensor of its output."""
     prediction: Tensor = module(**call, return_dict=False)[0]
