@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, cast, get_args
 
 from engines.core.model import Branch, DenoiserModel
 from pipelines.control_network import PART, UPSAMPLER_FOLDER, SeparatePart
 from pipelines.defaults import Defaults
 from pipelines.description import Description, read_description
-from pipelines.directory import GGUF, lone_file, part_folder, quantiser_of
+from pipelines.directory import GGUF, lone_file, part_class, part_folder, quantiser_of
 from pipelines.loading import ModelSource, resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.registry import spec_of, transformer_class
@@ -34,10 +34,14 @@ if TYPE_CHECKING:  # reading defaults must not import torch
     from pipelines.blocks.sampler import BlocksSampler
     from pipelines.blocks.state import BlocksState
     from pipelines.models.generic.whole import WholeSpec
+    from pipelines.models.spec import ModelSpec
     from pipelines.recipes import Recipe
     from pipelines.whole_pipeline import WholeEngine
 
 logger = logging.getLogger(__name__)
+
+VAE, PLAIN, TINY = "vae", "AutoencoderKL", "AutoencoderTiny"
+"""The auto-encoder's part, and its classes for pictures; the second decodes the first one's latents (TAESD)."""
 
 
 class Checkpoint:
@@ -59,6 +63,7 @@ class Checkpoint:
     ) -> None:
         self.path, self.loras, self.file, self.runtime_loras = path, tuple(loras), file, runtime_loras
         self.spec = spec_of(path)
+        _check_auto_encoder(path, self.spec)
         self._device, self._dtype = device, dtype
 
     @classmethod
@@ -425,3 +430,19 @@ class Checkpoint:
                 raise ValueError(f"{folders[part]} has weights of {kind}, which are read whole: say load: whole")
             check_names(module, folders[part])
         return replace(empty, weights=WeightFiles(folders=folders, device=self.device))
+
+
+def _check_auto_encoder(path: Path, spec: ModelSpec) -> None:
+    """Raise ValueError for a tiny auto-encoder, unless the pipeline takes one of pictures, with the same latents.
+
+    Other folders are checked without torch.
+    """
+    if part_class(path, VAE) != TINY:
+        return
+    expected = spec.auto_encoder(path)
+    kinds = [getattr(one, "__name__", str(one)) for one in get_args(expected) or (expected,)]
+    if expected is not None and not {PLAIN, TINY} & set(kinds):
+        raise ValueError(
+            f"{path} has an {TINY}, and its latents are those of an {' or '.join(kinds)}: take the model's own "
+            "auto-encoder"
+        )

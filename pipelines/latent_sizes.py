@@ -14,8 +14,7 @@ STAGES = ("block_out_channels", "encoder_block_out_channels")
 def vae_scale(path: Path) -> int:
     """Return pixels per latent value along height and width: the auto-encoder halves between stages."""
     vae = read_config(path, "vae")
-    stages = next(len(vae[name]) for name in STAGES if name in vae)
-    return 1 << (stages - 1)
+    return 1 << (len(vae.get(STAGES[0]) or vae[STAGES[1]]) - 1)
 
 
 def clip_vae_scale(path: Path, num_halvings: int) -> int:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, cast
 
 from safetensors import SafetensorError, safe_open
 
-from pipelines.checkpoint import Checkpoint
+from pipelines.checkpoint import PLAIN, Checkpoint
 from pipelines.control_network import UPSAMPLER_FOLDER
 from pipelines.directory import (
     DENOISERS,
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from pipelines.models.generic.whole import WholeSpec
 
 INDEX = f"{SHOWN}.safetensors.index.json"
-PLAIN, PLAIN_BLOCK = "AutoencoderKL", "UpDecoderBlock2D"
-"""Class and blocks of the auto-encoder of pictures with group norms, which supports all options."""
+PLAIN_BLOCK = "UpDecoderBlock2D"
+"""Blocks of a ``PLAIN`` auto-encoder with group norms, which supports all options."""
 OTHER_FORMATS, UNREAD_FORMATS = ("*.bin", f"*{GGUF}"), ("*.pt", "*.pth", "*.ckpt", "*.sft", "*.msgpack")
 GGUF_MAGIC = b"GGUF"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,8 +129,8 @@ def check_metadata(file: Path, metadata: Mapping[str, str] | None) -> None:
 def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, dtype: torch.dtype) -> Any:
     """Load a model of diffusers' class ``kind`` by the configuration in the folder ``config``, in the file's dtypes.
 
-    Keys may be diffusers' or the original ones that diffusers translates. Scaled eight-bit weights, and those of GGUF,
-    are converted to ``dtype``. ValueError if the keys are others than the class's and nothing translates them, or the
+    Keys may be diffusers' or the original ones that diffusers translates. Eight-bit weights, and those of GGUF, are
+    converted to ``dtype``. ValueError if the keys are others than the class's and nothing translates them, or the
     file does not match the model.
     """
     from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
@@ -155,13 +155,13 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
     return model
 
 
-def _advice(kind: Any, names: Iterable[str]) -> str:
+def _advice(kind: Any, names: Collection[str]) -> str:
     if AUTO_ENCODER not in kind.__name__:
         return "give the base that it was made of, or a file in a known layout"
-    if all(TINY.match(name) for name in names):
+    if names and all(TINY.match(name) for name in names):
         return (
-            "tiny auto-encoders are read as folders whose config.json, and the model's index, name AutoencoderTiny, in "
-            "place of an AutoencoderKL alone"
+            "tiny auto-encoders are read in diffusers' names, from folders whose config.json, and the model's index, "
+            "name AutoencoderTiny, in place of an AutoencoderKL alone"
         )
     return "give the auto-encoder of this model, in diffusers' names or its makers'"
 
@@ -385,7 +385,8 @@ def _read_file(file: Path, dtype: torch.dtype, prefix: str = "", *, of_all: bool
             tensors = {name: opened.get_tensor(name) for name in names}
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{file} is no safetensors file, or not the whole of one ({error})") from error
-    return dequantised(tensors if prefix or of_all else _of_transformer(tensors), dtype, [header])
+    read = dequantised(tensors if prefix or of_all else _of_transformer(tensors), dtype, [header])
+    return {name: x.to(dtype) if x.is_floating_point() and x.itemsize == 1 else x for name, x in read.items()}
 
 
 def _of_transformer(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

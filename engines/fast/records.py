@@ -81,9 +81,10 @@ class Modulation:
 
     def per_row(self, x_SBC: Tensor, num_rows: int) -> Tensor:
         """Return ``x_SBC`` repeated over its rows, float32."""
-        last, batch, _ = x_SBC.shape
+        num_segments, batch, _ = x_SBC.shape
         counts = (self.first_rows, num_rows - self.first_rows - self.last_rows, self.last_rows)
-        parts = (x_SBC[min(index, last - 1)].float().repeat(rows // batch, 1) for index, rows in enumerate(counts))
+        segments = (x_SBC[min(number, num_segments - 1)] for number in range(len(counts)))
+        parts = (x_BC.float().repeat(rows // batch, 1) for x_BC, rows in zip(segments, counts, strict=True))
         return torch.cat([*parts])
 
 

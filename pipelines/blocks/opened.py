@@ -17,7 +17,7 @@ from weakref import proxy
 import numpy as np
 import torch
 from accelerate import init_empty_weights  # type: ignore[import-untyped]
-from diffusers import AutoencoderKL, AutoencoderTiny, ModelMixin
+from diffusers import ModelMixin
 from diffusers.configuration_utils import FrozenDict
 from diffusers.models.modeling_utils import no_init_weights
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
@@ -125,21 +125,11 @@ class OpenedPipeline:
             self.pipeline = _set_device(open_modular(path), self.device, dtype)
         self.blocks: Any = self.pipeline.blocks
         self.sections = Sections.of(self.blocks)
-        self._check_auto_encoder()
         self._configs: dict[str, Any] = {}
         self._rank_parts: dict[str, Any] = {}
         self.spec.patch_blocks(self.blocks)
         self.spec.extend_blocks(self.blocks, path)
         self.sections = Sections.of(self.blocks)
-
-    def _check_auto_encoder(self) -> None:
-        """Raise ValueError for a tiny auto-encoder, unless the blocks read no more of one than it has."""
-        expected = {spec.name: spec.type_hint for spec in self.blocks.expected_components}.get(VAE)
-        if expected not in (None, AutoencoderKL) and self.part_class(VAE) is AutoencoderTiny:
-            raise ValueError(
-                f"{self.path} has an {AutoencoderTiny.__name__}, and its latents are those of an "
-                f"{expected.__name__}: take the model's own auto-encoder"
-            )
 
     @cached_property
     def inputs(self) -> Mapping[str, Any]:

@@ -49,7 +49,7 @@ def joint_projections(attn: Any, precision: Precision) -> Pair:
 
 def joint_norms(attn: Any) -> Tensor:
     """Return ``head_norms_S2D`` of diffusers' joint attention: text, then image."""
-    return torch.stack((norms(attn.norm_added_q, attn.norm_added_k), norms(attn.norm_q, attn.norm_k)))
+    return norms(attn.norm_added_q, attn.norm_added_k, attn.norm_q, attn.norm_k).view(2, 2, -1)
 
 
 def dual_block(attn: Any, text: Any, image: Any, precision: Precision) -> DualBlock:
@@ -63,8 +63,12 @@ def dual_block(attn: Any, text: Any, image: Any, precision: Precision) -> DualBl
     )
 
 
-def norms(norm_q: Any, norm_k: Any) -> Tensor:
-    return torch.stack((norm_q.weight, norm_k.weight))
+def norms(*layers: Any) -> Tensor:
+    """Return the stacked weights of ``layers``. Their parameters become views of it, which additions change."""
+    weight_ND = torch.stack([layer.weight.detach() for layer in layers])
+    for layer, own_D in zip(layers, weight_ND, strict=True):
+        layer.weight.data = own_D
+    return weight_ND
 
 
 DUAL_VECTORS, SINGLE_VECTORS, LAST_VECTORS = 12, 3, 2

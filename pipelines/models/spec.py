@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from engines.core.model import LATENTS, TIMESTEP
 from pipelines.defaults import Defaults
-from pipelines.directory import read_config, read_index
+from pipelines.directory import open_modular, read_config, read_index
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -34,6 +34,16 @@ def check_channels(path: Path, part: str, given: int) -> None:
             f"the {part} of {path} takes {number} channels, and a {read_index(path).get('_class_name')} gives it "
             f"{given}: it was made for other inputs, such as masks or pictures; name the pipeline that it was "
             "published with in the folder's index, or take another model"
+        )
+
+
+def check_latents(path: Path, given: int) -> None:
+    """Raise ValueError if the auto-encoder makes another number of channels than ``given``, the transformer's."""
+    vae = read_config(path, "vae")
+    if (number := vae.get("latent_channels", given)) != given:
+        raise ValueError(
+            f"the vae of {path}, an {vae.get('_class_name')}, makes {number} channels of latents, and the transformer "
+            f"takes {given}: take the model's own auto-encoder, or a tiny one that was made for it"
         )
 
 
@@ -239,6 +249,10 @@ class ModelSpec(ABC):
         Its fused norms have one epsilon.
         """
         return self.arrange_fast if config.get("eps", FAST_EPS) == FAST_EPS else None
+
+    def auto_encoder(self, path: Path) -> Any:
+        """Return the type of the ``vae`` that the pipeline takes, None if it names none. Needs torch."""
+        return {one.name: one.type_hint for one in open_modular(path).blocks.expected_components}.get("vae")
 
     def patch_blocks(self, blocks: Any) -> None:  # noqa: B027  most families need no patch
         """Replace faulty blocks of diffusers, and add missing ones. Needs torch."""

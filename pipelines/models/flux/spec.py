@@ -15,7 +15,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
-from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, check_channels, lazy
+from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, check_channels, check_latents, lazy
 from pipelines.recipes import Recipe
 from pipelines.solver import SIGMAS
 
@@ -105,7 +105,9 @@ class FluxSpec(TextAndImageSpec):
     def defaults(self, path: Path) -> Defaults:
         """Return FLUX.1-dev's (as in diffusers) if the model takes a guidance scale, else schnell's (its card)."""
         config = read_config(path, "transformer")
-        check_channels(path, "transformer", given=config.get("out_channels") or config["in_channels"])
+        num_channels: int = config.get("out_channels") or config["in_channels"]
+        check_channels(path, "transformer", given=num_channels)
+        check_latents(path, num_channels // PATCH**2)
         is_dev: bool = config["guidance_embeds"]
         defaults = replace(
             PICTURE,

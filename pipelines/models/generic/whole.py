@@ -98,6 +98,10 @@ class WholeSpec(GenericSpec):
     def _has_picture(self) -> bool:
         return "image" in self.inputs and self.control != "image"
 
+    def auto_encoder(self, path: Path) -> Any:
+        parameters = inspect.signature(self.pipeline_class.__init__).parameters
+        return parameters["vae"].annotation if "vae" in parameters else None
+
     def shard_plan(self, config: Config) -> ShardPlan:
         return ShardPlan(streams=(TOKENS,), blocks=(), shards=(), gathers=(), linears=())
 

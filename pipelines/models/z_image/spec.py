@@ -16,7 +16,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import attention_linears
-from pipelines.models.spec import PICTURE, Config, ModelSpec, blank_like, distilled, lazy, num_patches
+from pipelines.models.spec import PICTURE, Config, ModelSpec, blank_like, check_latents, distilled, lazy, num_patches
 from pipelines.models.z_image.text import PADDED_TO, padded_length
 from pipelines.solver import SIGMAS
 
@@ -57,6 +57,8 @@ GUIDANCE: dict[str, Any] = {"true_cfg_scale": 5.0, "guidance_offset": 1.0}
 BASE = replace(PICTURE, **GUIDANCE, max_pictures=1, takes_strength=True, strength=0.6, max_tokens=MAX_TOKENS)
 """Defaults of the model's page, with 50 steps."""
 TURBO = distilled(BASE, 9)
+NORM_EPS = 1e-5
+"""Epsilon of all norms in blocks; those of queries and keys have it whatever the configuration says."""
 BASE_SHIFT = 6.0
 """Shift of the schedule; Turbo's is 3. Their published configurations are otherwise equal."""
 
@@ -106,11 +108,13 @@ class ZImageSpec(ModelSpec):
         return ([prediction],)
 
     def fast_weights(self, config: Config) -> ArrangeWeights | None:
-        """Return None for a transformer that sees pictures through SigLIP."""
-        return None if config.get("siglip_feat_dim") is not None else self.arrange_fast
+        """Return None for a transformer that sees pictures through SigLIP, or has other norms than published ones."""
+        has_usual_norms = config.get("norm_eps", NORM_EPS) == NORM_EPS and config.get("qk_norm", True)
+        return self.arrange_fast if has_usual_norms and config.get("siglip_feat_dim") is None else None
 
     def defaults(self, path: Path) -> Defaults:
         """Return Z-Image's or Turbo's, by the schedule. A ``troupe.json`` in the folder overrides them."""
+        check_latents(path, read_config(path, "transformer").get("in_channels", 16))
         defaults = BASE if read_config(path, "scheduler").get("shift", 1.0) >= BASE_SHIFT else TURBO
         return replace(defaults, size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH))
 

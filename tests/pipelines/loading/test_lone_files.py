@@ -179,6 +179,15 @@ def test_all_encoders_of_a_model(folders: Callable[[Any], Path], tmp_path: Path,
     assert all(torch.equal(read[name], x) for name, x in expected.items())
 
 
+@pytest.mark.parametrize("part", ["vae", "transformer"])
+def test_eight_bit_weights_without_scales(folders: Callable[[Any], Path], tmp_path: Path, part: str) -> None:
+    """Diffusers reads neither class from a single file."""
+    base = folders(tiny_hunyuan.hunyuan_video)
+    own = {name: x.to(torch.float8_e4m3fn) for name, x in load_file(next((base / part).glob("*.safetensors"))).items()}
+    read = Checkpoint(lone(base, part, tmp_path / "model", own))._opened.load_part(part).state_dict()
+    assert all(read[name].equal(x.float()) for name, x in own.items())
+
+
 def test_a_transformer(base: Path, tmp_path: Path) -> None:
     own = {name: x + 0.125 for name, x in load_file(next((base / "transformer").glob("*.safetensors"))).items()}
     folder = lone(base, "transformer", tmp_path / "model", own)
@@ -374,13 +383,14 @@ def test_clips_of_auto_encoders_in_their_makers_names(
     assert pixels.std() > 0.1
 
 
-OF_TINY = "tiny auto-encoders are read as folders whose config.json, and the model's index, name AutoencoderTiny"
+OF_TINY = "tiny auto-encoders are read in diffusers' names, from folders whose config.json, and the model's index,"
 OTHERS: dict[str, tuple[str, Tensors, str]] = {
     "taef1, from its makers": ("flux", {"1.weight": torch.ones(4, 4, 3, 3), "3.conv.0.bias": torch.ones(4)}, OF_TINY),
     "taef1 of ComfyUI": ("flux", {"taesd_decoder.1.bias": torch.ones(4), "vae_scale": torch.ones(())}, OF_TINY),
     "taew2_2": ("wan 2.2", {"decoder.1.weight": torch.ones(4), "encoder.12.conv.0.bias": torch.ones(4)}, OF_TINY),
     "lighttae_hv1_5": ("hunyuan video", {"decoder.22.bias": torch.ones(12)}, OF_TINY),
     "unknown": ("hunyuan video", {"layers.first.weight": torch.ones(1)}, "its names, such as layers.first.weight, are"),
+    "nothing": ("flux", {}, "give the auto-encoder of this model"),
     "other statistics": ("minimax h3", {"latents_mean": torch.zeros(4)}, "has no place for latents_mean"),
 }
 """The auto-encoder of a configuration, tensors of a file for another, and what is said of it."""
@@ -416,13 +426,22 @@ def test_a_tiny_auto_encoder_paints_what_diffusers_paints_with_it(tiny_flux: Pat
     check_pixels(Pair(with_tiny_auto_encoder(tiny_flux, tmp_path / "model")), picture())
 
 
-@pytest.mark.parametrize(("make", "kind"), [(tiny.wan, "Wan"), (tiny_models.flux2_klein, "Flux2")])
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (tiny_models.flux2_klein, "its latents are those of an AutoencoderKLFlux2:"),
+        (tiny_hunyuan.hunyuan_video, "its latents are those of an AutoencoderKLHunyuanVideo15:"),  # reads keys of it
+        (tiny_whole.cogvideox, "its latents are those of an AutoencoderKLCogVideoX:"),
+        (tiny_whole.sana, "its latents are those of an AutoencoderDC:"),
+        (tiny_models.z_image, "makes 4 channels of latents, and the transformer takes 16:"),
+    ],
+)
 def test_a_tiny_auto_encoder_of_other_latents_is_refused(
-    folders: Callable[[Any], Path], tmp_path: Path, make: Any, kind: str
+    folders: Callable[[Any], Path], tmp_path: Path, make: Any, message: str
 ) -> None:
     folder = with_tiny_auto_encoder(folders(make), tmp_path / "model")
-    with pytest.raises(ValueError, match=f"an AutoencoderTiny, and its latents are those of an AutoencoderKL{kind}:"):
-        Checkpoint(folder).decoder()
+    with pytest.raises(ValueError, match=f"an AutoencoderTiny,? .*{message}"):
+        Checkpoint(folder).defaults  # noqa: B018
 
 
 def test_a_decoder_alone_is_no_other_auto_encoder(tmp_path: Path) -> None:

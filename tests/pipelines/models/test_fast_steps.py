@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -11,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.model import LowRank
 from engines.core.tensors import relative_difference
 from engines.fast.records import EPS
 from engines.torch_engine.engine import TorchEngine
@@ -18,7 +20,7 @@ from engines.torch_engine.fast_step import FastStep
 from pipelines.checkpoint import Checkpoint
 from pipelines.run import PlainEngine
 from tests.engines.support.gloo import gang
-from tests.pipelines.support.checkpoints import tiny_flux3, tiny_pictures, tiny_qwen
+from tests.pipelines.support.checkpoints import tiny, tiny_flux3, tiny_pictures, tiny_qwen
 from tests.pipelines.support.checkpoints.first_steps import first_step
 
 BOUND = 1e-5
@@ -93,6 +95,23 @@ def test_ranks_may_have_shares_of_the_text_in_its_own_blocks(
         assert max(map(relative_difference, answers, expected(folder, num_pictures))) <= BOUND
 
 
+@pytest.mark.parametrize("make", [tiny.flux, *map(MAKERS.get, ["flux2 dev", "flux3", "qwen", "z image"])])
+@torch.no_grad()
+def test_adapters_may_change_every_parameter(make: Any, folders: Callable[[Any], Path]) -> None:
+    """After the engine has arranged the weights: norms of queries and keys, which are stacked, among them."""
+    model, changed, branch = *(Checkpoint(folders(make)).denoiser() for _ in range(2)), first_step(folders(make))[0]
+    products: dict[str, LowRank] = {}
+    for name, x in changed.modules["transformer"].named_parameters():
+        product = LowRank(up_NR=0.2 * torch.randn(len(x), 1), down_RK=0.2 * torch.randn(1, x[0].numel()))
+        products[name] = product
+        x.add_((product.up_NR @ product.down_RK).view(x.shape))
+    engine = TorchEngine(replace(model, additions={"own": {"transformer": products}}), fast=True)
+    engine.predict((branch,), (0,))
+    (answer,) = engine.predict((replace(branch, additions=(("own", 1.0),)),), (0,))
+    (expected,) = PlainEngine(model=changed).predict((branch,))
+    assert relative_difference(answer, expected) <= BOUND
+
+
 @pytest.mark.parametrize("name", ["flux2 dev", "flux3", "qwen", "z image"])
 def test_a_broken_exchange_shows(name: str, folder_of: Callable[[str], Path]) -> None:
     for answers in gang(2).run(without_exchange, folder_of(name)):
@@ -113,8 +132,16 @@ def test_editors_of_other_kinds_run_as_their_module() -> None:
     assert spec.fast_weights({"zero_cond_t": True}) is None
 
 
-@pytest.mark.parametrize("name", ["FLUX.2-dev", "flux-3-image-klein"])
-def test_norms_of_another_epsilon_run_as_their_module(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [
+        ("FLUX.2-dev", {"eps": EPS}, {"eps": 10 * EPS}),
+        ("flux-3-image-klein", {"eps": EPS}, {"eps": 10 * EPS}),
+        ("Z-Image", {"norm_eps": 1e-5}, {"norm_eps": 1e-6}),  # that of queries and keys stays 1e-5 in diffusers' class
+        ("Z-Image", {"qk_norm": True}, {"qk_norm": False}),
+    ],
+)
+def test_norms_of_another_kind_run_as_their_module(name: str, usual: Any, other: Any) -> None:
     spec: Any = Checkpoint.of_configuration(name).spec
-    assert spec.fast_weights({"eps": EPS}) is not None
-    assert spec.fast_weights({"eps": 10 * EPS}) is None
+    assert spec.fast_weights(usual) is not None
+    assert spec.fast_weights(other) is None
