@@ -36,7 +36,7 @@ class UnpackedText(Ideogram4PrepareAdditionalInputsStep):  # type: ignore[misc] 
         features_BTF = state.get(FEATURES)
         state.set(FEATURES, features_BTF[..., :0])
         components, state = super().__call__(components, state)
-        # In the transformers' dtype, since each step would cast them anew, and engines know a job's tensors by identity.
+        # In the transformers' dtype: each step would cast them anew, and engines know a job's tensors by identity.
         prompt_BTF = features_BTF.to(components.transformer.dtype)
         blank_B1F = torch.zeros_like(features_BTF[:, :1], dtype=components.unconditional_transformer.dtype)
         for name, value in ((FEATURES, features_BTF), (PROMPT, prompt_BTF), (NEGATIVE, blank_B1F)):
