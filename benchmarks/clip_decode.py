@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from benchmarks.models.folders import write_vae
 from benchmarks.results import Spread
+from benchmarks.timing import highest_bytes, in_gib
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.checkpoint import Checkpoint
 from pipelines.media.clip import ClipEncoder
@@ -62,14 +63,14 @@ def measure(checkpoint: Checkpoint, size: Size, num_rounds: int, others: tuple[s
     latents, results, expected = checkpoint.first_latents(request), dict[str, Any](), torch.empty(0)
     frames_FHWC = moving_frames(request)
     for way, compiled in WAYS.items():
-        torch.cuda.reset_peak_memory_stats()
+        highest_bytes(checkpoint.device, anew=True)
         decoder = checkpoint.decoder(compiled=compiled, others=others)
         rounds = [to_mp4(decoder, latents, request, frames_FHWC) for _ in range(1 + num_rounds)][1:]
         spreads = {key: Spread.of([one[key] for one in rounds]) for key in rounds[0]}
         pixels = torch.from_numpy(decoder.decode(latents, request)).float()
         expected = expected if compiled else pixels
         results[way] = {key: spread.rounded() for key, spread in spreads.items()}
-        results[way]["peak_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+        results[way]["peak_gib"] = in_gib(highest_bytes(checkpoint.device))
         results[way]["difference"] = float(f"{(pixels - expected).norm() / expected.norm():.2e}")
         print(f"{way:<12}{'  '.join(f'{key} {spread}' for key, spread in spreads.items())}", flush=True)
         del decoder

@@ -149,3 +149,16 @@ def _of_all_ranks(values: list[float]) -> list[list[float]]:
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine)
     return [[float(value) for value in some] for some in everyone]
+
+
+def highest_bytes(device: torch.device, *, anew: bool = False) -> int:
+    """Return the most bytes of tensors so far; 0 on a CPU. ``anew``: those of now, from which later calls count."""
+    if device.type != "cuda":
+        return 0
+    if anew:
+        torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.max_memory_allocated()
+
+
+def in_gib(value: int) -> float:
+    return round(value / 2**30, 2)

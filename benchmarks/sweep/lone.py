@@ -27,7 +27,7 @@ from benchmarks.models.folders import write_vae
 from benchmarks.models.published import SEED, PublishedModel
 from benchmarks.sweep.asked import Asked, turn_of
 from benchmarks.sweep.kept import DECODE_ERROR
-from benchmarks.timing import rank_synchronize, start_distributed
+from benchmarks.timing import highest_bytes, in_gib, rank_synchronize, start_distributed
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.blank import blank_conditioning
 from pipelines.blocks.sampler import BlocksSampler
@@ -67,19 +67,6 @@ def measured(
     torch.cuda.empty_cache()
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     return found | (decoded(name, again.latents, request, device, dtype) if is_first else {})
-
-
-def highest_bytes(device: torch.device, *, anew: bool = False) -> int:
-    """Return the most bytes of tensors so far; 0 on a CPU. ``anew``: those of now, from which later calls count."""
-    if device.type != "cuda":
-        return 0
-    if anew:
-        torch.cuda.reset_peak_memory_stats()
-    return torch.cuda.max_memory_allocated()
-
-
-def in_gib(value: int) -> float:
-    return round(value / 2**30, 2)
 
 
 class Job:
