@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from pydantic import TypeAdapter
 
 from deployments.cli.client import NO_FILES, Client, Files, Result
 from deployments.cli.progress import console, follow, timings_line
+from deployments.places import file_refusal
 from deployments.requests.model_choice import Needs, choose_card, fitting_cards
 from deployments.service.interface import ModelCard, Progress
 from pipelines.defaults import Defaults
@@ -145,11 +145,8 @@ def check_out(out: Path) -> None:
     known = [ending for endings in ENDINGS.values() for ending in endings]
     if out.suffix.lower() not in known:
         raise ValueError(f"--out is {out}: it must end in {', '.join(known)}, not {out.suffix.lower() or 'nothing'}")
-    if out.is_dir():
-        raise ValueError(f"--out is {out}, which is a directory: name a file")
-    folder = next(parent for parent in out.absolute().parents if parent.exists())
-    if not folder.is_dir() or not os.access(folder, os.W_OK):
-        raise ValueError(f"--out is {out}, but {folder} is no directory that can be written to: name another place")
+    if problem := file_refusal(out.absolute()):
+        raise ValueError(f"--out: {problem}")
 
 
 def _kind(model: dict[str, Any], out: Path) -> MediaKind:
