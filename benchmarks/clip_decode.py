@@ -24,8 +24,8 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.models.folders import write_vae
-from benchmarks.results import Spread
-from benchmarks.timing import highest_bytes, in_gib
+from benchmarks.results import Spread, in_gib
+from benchmarks.timing import highest_bytes
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.checkpoint import Checkpoint
 from pipelines.media.clip import ClipEncoder

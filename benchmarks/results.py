@@ -50,3 +50,8 @@ def tell(document: dict[str, Any], results: Iterable[Any], out: Path | None) -> 
         if out is not None:
             out.write_text(json.dumps(document))
     print(json.dumps(document), flush=True)
+
+
+def in_gib(num_bytes: float) -> float:
+    """Return GiB with two places."""
+    return round(num_bytes / 2**30, 2)

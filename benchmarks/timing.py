@@ -158,7 +158,3 @@ def highest_bytes(device: torch.device, *, anew: bool = False) -> int:
     if anew:
         torch.cuda.reset_peak_memory_stats()
     return torch.cuda.max_memory_allocated()
-
-
-def in_gib(value: int) -> float:
-    return round(value / 2**30, 2)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from threading import Event, Thread
 from typing import TypeVar
 
+from benchmarks.results import in_gib
+
 EVERY_S = 0.1
 
 T = TypeVar("T")
@@ -43,7 +45,7 @@ class Peak:
     def rounded(self) -> dict[str, float]:
         """Return GiB by field."""
         values = {"before": self.before, "highest": self.highest, "after": self.after}
-        return {name: round(value / 2**30, 2) for name, value in values.items()}
+        return {name: in_gib(value) for name, value in values.items()}
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from benchmarks.application.client import PROMPT, Client, Timing, data_of, media
 from benchmarks.application.memory import peak_memory, samples_of
 from benchmarks.faults.timeline import rank_pids
 from benchmarks.load.client import Answer
-from benchmarks.results import Spread
+from benchmarks.results import Spread, in_gib
 from benchmarks.serving.application import Application, await_gang_end
 
 NUM_REPEATS, NUM_NEW, NUM_LARGE = 5, 8, 3
@@ -171,7 +171,7 @@ def footprint(visit: Visit) -> Document:
     with samples_of(visit.application.memory, MEMORY_EVERY_S) as samples:
         at_once(visit)
     peak = max(sample.pss_bytes for sample in samples)
-    memory = {"idle": round(idle.pss_bytes / 2**30, 2), "peak": round(peak / 2**30, 2)}
+    memory = {"idle": in_gib(idle.pss_bytes), "peak": in_gib(peak)}
     cores = {"idle_cores": round(idle_cores, 3), "load_at_end": round(os.getloadavg()[0], 1)}
     return {"footprint": {"memory_gib": memory, "num_processes": idle.num_processes, **cores}}
 

@@ -34,6 +34,7 @@ import psutil
 from benchmarks.faults.insistent import Answer, Health, InsistentClient
 from benchmarks.faults.kills import Fault, faults, processes_of, send
 from benchmarks.faults.timeline import inside, records_of, spans
+from benchmarks.results import in_gib
 from benchmarks.serving.application import Application, serving, wait_until
 from benchmarks.serving.settings import add_options, config_of
 from deployments.config import ServeConfig
@@ -88,7 +89,7 @@ def run(application: Application, config: ServeConfig, arguments: argparse.Names
             left_out.append(fault.name)
         else:
             rows.append(row(application, client, fault, references, counts))
-            rows[-1]["pss_gib"] = round(application.memory().pss_bytes / 2**30, 2)
+            rows[-1]["pss_gib"] = in_gib(application.memory().pss_bytes)
             parts = (f"  {what:<60} {took_s:7.2f} s" for what, took_s in rows[-1]["parts_s"].items())
             print(f"{time.strftime('%H:%M:%S')}", *lines_of(rows[-1]), *parts, sep="\n", flush=True)
         if arguments.out:

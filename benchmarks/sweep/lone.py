@@ -25,9 +25,10 @@ from torch import Tensor
 
 from benchmarks.models.folders import write_vae
 from benchmarks.models.published import SEED, PublishedModel
+from benchmarks.results import in_gib
 from benchmarks.sweep.asked import Asked, turn_of
 from benchmarks.sweep.kept import DECODE_ERROR
-from benchmarks.timing import highest_bytes, in_gib, rank_synchronize, start_distributed
+from benchmarks.timing import highest_bytes, rank_synchronize, start_distributed
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.blank import blank_conditioning
 from pipelines.blocks.sampler import BlocksSampler

@@ -23,6 +23,7 @@ from typing import TypeVar
 import torch
 
 from benchmarks.application.memory import samples_of
+from benchmarks.results import in_gib
 
 T = TypeVar("T")
 
@@ -56,12 +57,12 @@ def occupied(leave_bytes: int) -> Iterator[dict[str, float]]:
             yield found
         finally:
             seen = _read(process.communicate(timeout=ENDS_WITHIN_S)[0])
-            found |= {"left_gib": _gib(left), "held_gib": _gib(left - seen["least"])}
+            found |= {"left_gib": in_gib(left), "held_gib": in_gib(left - seen["least"])}
     finally:
         process.kill()
         process.wait()
     if seen["most"] > left + FREED_BYTES:
-        raise RuntimeError(f"{_gib(seen['most'])} GiB became free, and {_gib(left)} were left: end other programs")
+        raise RuntimeError(f"{in_gib(seen['most'])} GiB became free, and {in_gib(left)} were left: end other programs")
 
 
 def _read(line: str) -> dict[str, int]:
@@ -70,10 +71,6 @@ def _read(line: str) -> dict[str, int]:
         raise RuntimeError("the GPU's memory is not held: the last lines of standard error say why")
     said: dict[str, int] = json.loads(line)
     return said
-
-
-def _gib(num_bytes: int) -> float:
-    return round(num_bytes / 2**30, 2)
 
 
 def main() -> None:
@@ -106,7 +103,9 @@ def fill(leave_bytes: int, free: Callable[[], int], allocate: Callable[[int], T]
     """Return allocations that leave ``leave_bytes``, or up to ``LEAST_BYTES`` more. RuntimeError if less is free."""
     held: list[T] = []
     if free() < leave_bytes:
-        raise RuntimeError(f"{_gib(leave_bytes)} GiB are to be left, and {_gib(free())} are free: end other programs")
+        raise RuntimeError(
+            f"{in_gib(leave_bytes)} GiB are to be left, and {in_gib(free())} are free: end other programs"
+        )
     while (surplus := free() - leave_bytes) >= LEAST_BYTES:
         held.append(allocate(surplus // STEP_BYTES * STEP_BYTES))
     return held
