@@ -270,9 +270,10 @@ class Autotuner:
         """
         engine, ranks = self._engine, tuple(range(max(self._plans)))
         rules, times_s = engine.config.exchange, dict[ExchangeRules, float]()
-        spec = engine.division.specs.of(len(ranks))[-1]
-        branches = self._branches[: spec.guidance]
-        if is_exchange_negligible(self._plans[len(ranks)][max(len(branches), 1) - 1], spec):
+        specs = engine.division.specs.of(len(ranks))
+        branches = self._branches[: specs[-1].guidance]
+        last = len(branches) - 1  # of the plans and specs, which begin with those for one branch
+        if is_exchange_negligible(self._plans[len(ranks)][last], specs[last]):
             return rules
         forwards = tuple(self._forward(*each) for each in engine.division.forwards(branches, ranks))
         reaches = partial(reachable, device=engine.device, dtype=engine.dtype) if peer_memory else None
@@ -329,7 +330,7 @@ def is_exchange_negligible(plan: StepForecast, spec: ParallelSpec) -> bool:
 
     False for a short step, whose prediction is less exact and whose trials cost little.
     """
-    cost = next((cost for cost in plan.costs if cost.spec == spec), plan.chosen)
+    cost = next(cost for cost in plan.costs if cost.spec == spec)
     return cost.total_ms > 1e3 * LONG_STEP_S and cost.exchange_ms <= NOISE * cost.total_ms
 
 
