@@ -29,10 +29,11 @@ from benchmarks.timing import highest_bytes
 from pipelines.blocks.decoder import BlocksDecoder
 from pipelines.checkpoint import Checkpoint
 from pipelines.media.clip import ClipEncoder
+from pipelines.media.encode import MAX_GROUPS
 from pipelines.request import MediaRequest
 from pipelines.size import Size
 
-NUM_THREADS = min(16, os.cpu_count() or 1)
+NUM_THREADS = min(MAX_GROUPS, os.cpu_count() or 1)
 """Threads that encode groups of pictures, as in the decoder's process."""
 WAYS = {"as written": False, "prepared": True}
 

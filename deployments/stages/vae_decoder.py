@@ -25,7 +25,7 @@ from engines.core.logs import timed
 from engines.core.parcel import Parcel
 from pipelines.directory import part_class
 from pipelines.libraries import quick_imports
-from pipelines.media.encode import encode_frames, encode_thumbnail
+from pipelines.media.encode import MAX_GROUPS, encode_frames, encode_thumbnail
 from pipelines.media.metadata import NO_TEXTS, MetadataWriter, Texts
 from pipelines.media.sound import Sound
 from pipelines.request import InputSound, MediaRequest
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from pipelines.media.provenance import ManifestWriter
 
 
-MAX_THREADS = 16
-"""Groups of pictures encoded concurrently. A clip of 189 frames has as many; one of 121 has 11."""
 NUM_ENCODINGS = 4
 """Pictures or clips that are encoded to files concurrently, during one decode."""
 
@@ -54,7 +52,7 @@ class ClipFinisher:
 
     def __init__(self, decoder: BlocksDecoder, decoding: Workers, writing: Workers) -> None:
         self._decoder, self._decoding, self._writing = decoder, decoding, writing
-        self._num_threads = min(MAX_THREADS, os.cpu_count() or 1)
+        self._num_threads = min(MAX_GROUPS, os.cpu_count() or 1)
         self._groups = ThreadPoolExecutor(self._num_threads, thread_name_prefix="groups")
 
     def finish(

@@ -13,6 +13,8 @@ from pipelines.media.picture import FORMATS, encode_picture, shrink
 from pipelines.media.sound import Sound
 
 Frames = NDArray[np.uint8]
+MAX_GROUPS = 16
+"""Groups of pictures of a clip encoded concurrently. A clip of 189 frames has as many; one of 121 has 11."""
 THUMBNAIL_SIDE = 320
 THUMBNAIL_COMPRESSION = 80
 

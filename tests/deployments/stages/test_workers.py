@@ -18,8 +18,9 @@ from deployments.observability.logs import request_context, request_id_var
 from deployments.service.interface import Output
 from deployments.stages import vae_decoder
 from deployments.stages.common import StageSpec, Workers
-from deployments.stages.vae_decoder import MAX_THREADS, NUM_ENCODINGS, VaeDecoder
+from deployments.stages.vae_decoder import NUM_ENCODINGS, VaeDecoder
 from pipelines.media import clip
+from pipelines.media.encode import MAX_GROUPS
 from tests.deployments.support.fake_studio import CLIPS
 
 NUM_CALLS = 40
@@ -65,7 +66,7 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch, tmp_pat
         list(callers.map(call, range(NUM_CALLS)))
     assert len(decodings) == 1
     assert len(encodings) <= NUM_ENCODINGS
-    assert len(groups) <= MAX_THREADS
+    assert len(groups) <= MAX_GROUPS
 
 
 def counted(threads: set[int], work: Callable[..., Any], *args: Any) -> Any:
