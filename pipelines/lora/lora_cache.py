@@ -145,11 +145,8 @@ class LoraCache(Mapping[str, Addition]):
             if self._linears_only:
                 check_linears(source, self._modules[part], found)
         except ValueError as error:
-            message, field = (
-                str(error).replace(str(path), f"the adapter {lora.name!r}"),
-                getattr(error, "field", "file"),
-            )
-            raise AdapterError(message, field) from None
+            message = str(error).replace(str(path), f"the adapter {lora.name!r}")
+            raise AdapterError(message, getattr(error, "field", "file")) from None
         except (ArithmeticError, AttributeError, TypeError) as error:  # of a config by a stranger
             message = f"the config of the adapter {lora.name!r} has a value of another kind ({error})"
             raise AdapterError(message, "config" if (path.parent / PEFT_CONFIG).is_file() else "file") from None
