@@ -32,7 +32,7 @@ FUSIONS = (
     "LTX2_RMS_NORM_MODULATE",
     "MINIMAX_H3_NORM_MODULATE",
 )
-"""What its default quality, "lossless", allows of those that these models have."""
+"""Fusions of these models that its default quality, "lossless", allows."""
 TRAINED_STEPS = 1000
 """Factor of timesteps and guidance, as its pipeline passes them."""
 

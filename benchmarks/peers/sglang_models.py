@@ -354,6 +354,6 @@ by diffusers' class."""
 NAMES = {"n_layers": "num_layers", "n_heads": "num_attention_heads", "rope_axes_dim": "mrope_section"}
 """Names of parameters in diffusers by those here, for Z-Image and Cosmos 3."""
 OPTIONS = {FLUX3: flux3_options, MINIMAX: minimax_options}
-"""What makes its configuration from that of diffusers, where names are not enough."""
+"""Functions that make its configuration from that of diffusers, where names are not enough."""
 WEIGHTS = {FLUX3: flux3_weights, MINIMAX: minimax_weights}
-"""What makes its weights from diffusers' module, where its names of parameters are not enough."""
+"""Functions that make its weights from diffusers' module, where names of parameters are not enough."""

@@ -19,7 +19,7 @@ GROUPS = "vllm_omni.diffusion.distributed.parallel_state"
 """Module of its groups of ranks."""
 FLUX = "FluxTransformer2DModel"
 COSMOS_ARGUMENTS = ("sound_gen", "sound_dim", "sound_latent_fps")
-"""What its transformer of Cosmos 3 does not look up in its configuration."""
+"""Arguments of its transformer of Cosmos 3, which it does not look up in its configuration."""
 
 
 def transformer_of(

@@ -69,9 +69,9 @@ class Modulation:
     scale_SBC: Tensor
     """One less than the factor on normed rows."""
     first_rows: int
-    """So many rows use segment 0, the others the last segment (the same if there is only one)."""
+    """Number of rows at the beginning, which use segment 0. The others use the last segment, or the only one."""
     last_rows: int = 0
-    """So many of the last rows use segment 2 of three, and those between segment 1."""
+    """Number of rows at the end, which use segment 2 of three. The rows between use segment 1."""
 
     def of_stream(self, number: int, num_rows: int) -> Modulation:
         """Return the modulation of the first (0) or the last (1) segment alone, for its ``num_rows`` rows."""

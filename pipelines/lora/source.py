@@ -17,7 +17,7 @@ NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
 class AdapterError(ValueError):
-    """What is wrong with an adapter: its ``file``, its ``config``, or the ``part`` that it is said to be for."""
+    """A fault of an adapter; ``field`` is where: its ``file``, its ``config``, or the ``part`` that it is named for."""
 
     def __init__(self, message: str, field: str) -> None:
         super().__init__(message, field)

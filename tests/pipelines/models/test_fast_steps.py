@@ -58,7 +58,7 @@ def predicted(
 
 
 def with_divided_text(*arguments: Any) -> tuple[tuple[Tensor, ...], int]:
-    """As with a long prompt, of which each rank has a share from the start."""
+    """Predict as for a long prompt: each rank has a share of the text from the start."""
     with patch("pipelines.models.flux3.fast.MAX_WHOLE_TEXT", 0):
         return predicted(*arguments)
 

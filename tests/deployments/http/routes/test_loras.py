@@ -57,7 +57,7 @@ def error_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:
 
 
 def failing(failure: Exception) -> Callable[[Lora], None]:
-    """What loads an adapter whose files are there, and fails."""
+    """Return a function that loads an adapter whose files are there, and fails."""
 
     def fail(lora: Lora) -> None:
         assert (Path(lora.folder) / LORA_FILE).is_file()

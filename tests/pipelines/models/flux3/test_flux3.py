@@ -118,7 +118,7 @@ def test_latents_equal_the_pipelines_own(
 
 @pytest.mark.parametrize(("name", "num_branches"), [("words", 2), ("distilled, one picture", 1)])
 def test_hand_ordered_steps_make_the_same(name: str, num_branches: int, folders: Callable[[Any], Path]) -> None:
-    """What no step changes is computed once a job, and so is the modulation of all its steps.
+    """Constant inputs are computed once a job, and so is the modulation of all its steps.
 
     Where the model is distilled, it also depends on the time that each step leads to.
     """
