@@ -127,6 +127,8 @@ class ShardPlan:
     """Tables with one entry a feature, which are cut as the layers that read them."""
     alone: tuple[tuple[str, str], ...] = ()
     """Modules in which a stream attends to itself only, with the stream."""
+    whole_queries: tuple[str, ...] = ()
+    """Names of attentions to tokens that ranks share out, whose queries every rank holds whole; ``*`` as above."""
     free: tuple[str, ...] = ()
     """Arguments that do not change the prediction's shape: branches that differ in them may run in parallel."""
     reads_lse: bool = False

@@ -37,10 +37,10 @@ def named_stream(device: torch.device, name: str, priority: int = 0) -> torch.cu
 
 
 class SideStream:
-    """The side stream of that name. On the CPU, or unless ``in_use``, the code runs inline."""
+    """The side stream of that name and priority. On the CPU, or unless ``in_use``, the code runs inline."""
 
-    def __init__(self, device: torch.device, name: str, *, in_use: bool = True) -> None:
-        self._stream = named_stream(device, name) if in_use and device.type == "cuda" else None
+    def __init__(self, device: torch.device, name: str, *, in_use: bool = True, priority: int = 0) -> None:
+        self._stream = named_stream(device, name, priority) if in_use and device.type == "cuda" else None
 
     @contextmanager
     def run(self, *, after_current: bool = True) -> Iterator[None]:

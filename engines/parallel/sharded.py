@@ -14,7 +14,7 @@ from engines.core.attention import Kernel
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel, FastWeights, dtype_of
 from engines.core.resources import rank_resources
-from engines.core.shard_plan import ShardPlan
+from engines.core.shard_plan import ShardPlan, named_like
 from engines.core.weight_memory import WeightMemory
 from engines.parallel.collectives import Axis
 from engines.parallel.copies import weight_sharing_copy
@@ -22,7 +22,7 @@ from engines.parallel.local_attention import local_kernel
 from engines.parallel.mesh import Team
 from engines.parallel.offload import BlockOffload, offloaded_blocks, offloaded_weights
 from engines.parallel.pipeline import Stage, block_weights, other_stages
-from engines.parallel.strategies import MakeKernel, team_kernel
+from engines.parallel.strategies import MakeKernel, team_kernel, whole_queries
 from engines.parallel.tensor import split_weights
 from engines.parallel.token_hooks import TokenHooks
 from engines.parallel.weight_files import slices_of
@@ -210,6 +210,10 @@ class ShardedModel:
         self._model.set_kernel(module, kernel)
         for name, stream in self._model.plan.alone:
             self._model.set_kernel(module.get_submodule(name), self._kernel(team, layout.of_stream(stream), attention))
+        for pattern in self._model.plan.whole_queries:
+            whole: Kernel = self._kernel_of(whole_queries, attention, team, layout)
+            for inner in named_like(module, pattern):
+                self._model.set_kernel(inner, whole)
         kernels[module] = kernel
 
     def _kernel(self, team: Team, layout: TokenLayout, attention: str) -> Kernel:

@@ -105,6 +105,41 @@ def allgather_kv(kernel: Kernel, axis: Axis) -> Kernel:
     return allgather_kernel
 
 
+def whole_queries(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
+    """Return attention of queries that all ranks hold whole, each beside its chunk of the keys.
+
+    Every rank attends to its own keys, and the results are merged: queries that are few cost less to exchange than
+    keys. All ranks get the same bits.
+    """
+    axis = team.context
+    if axis.size == 1:
+        return local
+    rows = layout.valid_rows(axis.index, 1)
+    attend = crop_keys(local, rows)
+    is_padded = any(layout.valid_rows(rank, 1) == () for rank in range(axis.size))
+
+    def kernel(
+        q_BLHD: Tensor,
+        k_BKGD: Tensor,
+        v_BKGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        if rows == ():
+            out_BLHD, lse_BHL = torch.zeros_like(q_BLHD), q_BLHD[..., 0].mT.float().fill_(-torch.inf)
+        else:
+            out_BLHD, lse_BHL = attend(q_BLHD, k_BKGD, v_BKGD, mask_BM=mask_BM, prefix=prefix)
+        parts_NBLHE = all_gather(torch.cat((out_BLHD.float(), lse_BHL.mT[..., None]), dim=-1), axis)
+        first, *others = ((part[..., :-1], part[..., -1].mT) for part in parts_NBLHE)
+        for other in others:
+            first = merge(*first, *other, masked=is_padded or mask_BM is not None or prefix is not None)
+        return first[0].to(q_BLHD.dtype), first[1]
+
+    return kernel
+
+
 MakeKernel = Callable[[Kernel, Team, TokenLayout], Kernel]
 """Makes attention over the tokens of a team from attention on one device."""
 

@@ -1,9 +1,13 @@
 """Ulysses and AllGather-KV for plain modules, through peer memory: copy engines carry heads while others are attended.
 
-Ulysses: exposed are only the first part's way there, the last part's way back and a barrier per part. So there are
-three parts, and the first and the last are single key heads. Nothing is packed: rows go from the projections' output to
+Ulysses: exposed are only the first part's way there, the last part's way back and the barriers. So there are three
+parts, and the first and the last are single key heads. Nothing is packed: rows go from the projections' output to
 attention's input, and from there into the columns of the result. Key heads are sent with all queries they serve. Parts
 are attended on two streams in turn, so idle multiprocessors continue with the next part.
+
+Two barriers wait for queries: one for the first part, one for all others. A barrier occupies a multiprocessor, and
+attention starts one block on each and divides its work among them beforehand. A barrier that waits while a long part
+starts would make one of its blocks begin late, and the whole part end late.
 
 One memory each way is enough: a rank writes into an inbox only after a barrier that its owner passes after reading it.
 Queries are sent after the previous call's last barrier, which the owner reaches after attention. Results are sent after
@@ -90,6 +94,12 @@ class _Memory:
     outboxes: tuple[Tensor, ...]
     """All ranks' results, (B, L, W, H / W, D)."""
 
+    def await_queries(self, sends: Sequence[Sequence[torch.cuda.Event | None]], channel: int) -> None:
+        """Make the current stream wait for all ranks' copies of some parts; ``sends`` are the ends of this rank's."""
+        for event in itertools.chain(*sends):
+            wait_for(event)
+        self.inbox.barrier(channel=channel)
+
 
 class PeerUlysses:
     """Attention over the tokens of all ranks. Memory is made at a shape's first (uncaptured) call."""
@@ -97,7 +107,8 @@ class PeerUlysses:
     def __init__(self, attend: Attend, axis: Axis, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
         self._streams = copy_streams(axis, device, to_self=True)
-        self._second_stream = SideStream(device, "every other part")
+        # The long part starts before the last one, which then fills idle multiprocessors at its end.
+        self._second_stream = SideStream(device, "every other part", priority=-1)
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
     def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor:
@@ -106,10 +117,16 @@ class PeerUlysses:
         qkv = tuple(torch.unflatten(x.contiguous(), 2, (self._axis.size, -1)) for x in (q_BLHD, k_BKGD, v_BKGD))
         sends = [self._send(qkv, memory, part) for part in range(len(memory.parts))]
         self._second_stream.follow()  # after everything before this call, but no part of it
-        pending = []  # held until the copies have ended
-        for part, events in enumerate(sends):
-            with self._second_stream.run(after_current=False) if part % 2 else nullcontext():
-                pending.append(self._attend_part(memory, part, events))
+        memory.await_queries(sends[:1], channel=0)
+        pending = [self._attend_part(memory, 0)]  # held until the copies have ended
+        if sends[1:]:
+            with self._second_stream.run(after_current=False):
+                memory.await_queries(sends[1:], channel=1)
+            arrived = self._second_stream.record()
+            for part in range(1, len(sends)):
+                with self._second_stream.run(after_current=False) if part % 2 else nullcontext():
+                    wait_for(arrived)
+                    pending.append(self._attend_part(memory, part))
         for stream in (self._second_stream, *self._streams.values()):
             stream.wait()
         memory.outbox.barrier(channel=0)
@@ -124,11 +141,8 @@ class PeerUlysses:
                     copy_heads(target[:, first : first + x.shape[1]], x[:, :, rank, heads])
         return [stream.record() for stream in self._streams.values()]
 
-    def _attend_part(self, memory: _Memory, number: int, events: list[torch.cuda.Event | None]) -> Tensor:
+    def _attend_part(self, memory: _Memory, number: int) -> Tensor:
         """Attend one part and start the copies of its result; return the tensor that they read."""
-        for event in events:
-            wait_for(event)
-        memory.inbox.barrier(channel=number)
         out_BMhD = self._attend(*memory.inboxes[number][self._axis.index]).contiguous()
         out_BWLhD = torch.unflatten(out_BMhD, 1, (self._axis.size, -1))
         for rank, stream in self._streams.items():

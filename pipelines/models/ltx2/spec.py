@@ -43,7 +43,8 @@ SOUND_RATE = 25
 BLOCKS = "transformer_blocks"
 TO_WHOLE = tuple(f"{BLOCKS}.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"))
 """Attentions to text and to sound."""
-TO_CLIP = tuple(f"{BLOCKS}.*.{name}" for name in ("attn1", "video_to_audio_attn"))
+SOUND_TO_CLIP = f"{BLOCKS}.*.video_to_audio_attn"
+TO_CLIP = (f"{BLOCKS}.*.attn1", SOUND_TO_CLIP)
 ATTENTIONS = (*TO_CLIP, *TO_WHOLE)
 SWITCHES = ("spatio_temporal_guidance_blocks", "isolate_modalities")
 """Inputs in which passes of guidance differ, beside the prompt."""
@@ -136,6 +137,7 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             linears=(*LINEARS, *gates(config)),
             carried=("hidden_states", "audio_hidden_states"),
             tables=tuple(FeatureTable(pattern=name, dim=1 if by_head else 2) for name in POSITIONS),
+            whole_queries=(SOUND_TO_CLIP,),
             free=SWITCHES,
         )
 

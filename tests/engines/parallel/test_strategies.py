@@ -8,10 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.attention import Kernel
+from engines.core.layout import TokenLayout
+from engines.core.spec import ParallelSpec
 from engines.parallel.collectives import Axis
 from engines.parallel.local_attention import cpu_flash, plain_attention
-from engines.parallel.mesh import Groups
-from engines.parallel.strategies import allgather_kv, ring
+from engines.parallel.mesh import Groups, Teams
+from engines.parallel.strategies import allgather_kv, ring, whole_queries
 from engines.parallel.ulysses import _even_parts, ulysses, ulysses_in_parts
 from tests.engines.support.gloo import gang
 
@@ -55,6 +57,34 @@ def make_kernel(name: str, rank: int) -> Kernel:
     if " in " in name:
         return ulysses_in_parts(cpu_flash, world, int(name.split()[2]))
     return ulysses(cpu_flash, world, keeps_lse="lse" in name)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 17, 9], ids=["even", "padded", "a rank without tokens"])
+@pytest.mark.parametrize("masked", [False, True], ids=["", "masked"])
+def test_queries_that_all_ranks_hold(num_tokens: int, masked: bool) -> None:
+    q, k, v, mask = few_queries(num_tokens, masked)
+    out_BLHD, lse_BHL = plain_attention(q, k, v, mask_BM=mask)
+    answers = gang(4).run(attend_whole, num_tokens, masked)
+    for mine, lse in answers:
+        torch.testing.assert_close(mine, out_BLHD)
+        torch.testing.assert_close(lse, lse_BHL)
+        assert torch.equal(mine, answers[0][0])
+
+
+def few_queries(num_tokens: int, masked: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    _, k_BMGD, v_BMGD = (x[:, :num_tokens] for x in qkv(8, 2))
+    mask_BM = torch.stack((torch.arange(num_tokens) % 3 > 0, torch.arange(num_tokens) > 6))
+    return qkv()[0][:, :3], k_BMGD, v_BMGD, mask_BM if masked else None
+
+
+def attend_whole(num_tokens: int, masked: bool) -> tuple[Tensor, Tensor]:
+    layout, rank = TokenLayout(lengths=(("clip", num_tokens),), num_chunks=4), dist.get_rank()
+    teams = Teams(rank=rank, num_ranks=4, specs=(spec := ParallelSpec.of("hybrid", 4),), groups=Groups.of_gang())
+    q, k, v, mask = few_queries(num_tokens, masked)
+    mine, values, masks = (None if x is None else layout.cut(x, dim=1, stream="clip", index=rank) for x in (k, v, mask))
+    assert mine is not None
+    assert values is not None
+    return whole_queries(cpu_flash, teams.team((0, 1, 2, 3), spec), layout)(q, mine, values, mask_BM=masks)
 
 
 @pytest.mark.parametrize(("heads", "wanted", "given"), [(10, 2, 2), (10, 3, 2), (10, 4, 2), (7, 4, 1), (3, 8, 3)])

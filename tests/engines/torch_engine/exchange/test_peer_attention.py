@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engines.core.attention import Kernel
+from engines.parallel.collectives import Axis
 from engines.parallel.local_attention import plain_attention
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_attention import parts_of, peer_ulysses
@@ -71,6 +74,36 @@ def test_control_with_a_part_that_never_leaves_fails() -> None:
     with patch("engines.torch_engine.exchange.peer_memory.copy_rows", forgetful):
         result = together(kernels(), seed=1)
     assert not torch.allclose(result, plain_attention(*qkv(1))[0])
+
+
+@pytest.mark.parametrize(
+    ("heads", "expected"),
+    [
+        (1, ["queries 0", 1, "results 0"]),
+        (2, ["queries 0", 1, "queries 1", 1, "results 0"]),
+        (6, ["queries 0", 1, "queries 1", 4, 1, "results 0"]),
+    ],
+)
+def test_no_barrier_waits_while_a_long_part_starts(heads: int, expected: list[object]) -> None:
+    """Barriers, and the heads of a part that is attended, in the order in which the first rank calls them."""
+    memory, calls = ThreadMemory(), list[object]()
+
+    def open_memory(numel: int, sample: Tensor, axis: Axis, *, use: str) -> Any:
+        opened = memory.open(numel, sample, axis, use=use)
+
+        def barrier(channel: int) -> None:
+            calls.extend([f"{use.split()[0]} {channel}"] * (axis.index == 0))
+            opened.barrier(channel)
+
+        return SimpleNamespace(local=opened.local, views_W=opened.views_W, barrier=barrier)
+
+    def attend(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        calls.extend([q.shape[2]] * (rank == 0))
+        return plain_attention(q, k, v)[0]
+
+    with patch("engines.torch_engine.exchange.peer_attention.PeerMemory", SimpleNamespace(open=open_memory)):
+        together([peer_ulysses(partial(attend, rank), axis_of(rank), CPU) for rank in range(WORLD)], 1, heads)
+    assert calls == expected
 
 
 @pytest.mark.parametrize(
