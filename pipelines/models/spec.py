@@ -309,7 +309,12 @@ class SeveralOutputsSpec(ModelSpec):
     def forward(self, module: nn.Module, call: Mapping[str, Any]) -> Tensor:
         import torch
 
-        return torch.cat([output.flatten(1) for output in module(**call, return_dict=False)], dim=1)
+        return torch.cat([output.flatten(1) for output in self.outputs(module, call)], dim=1)
+
+    def outputs(self, module: nn.Module, call: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        """Return the transformer's outputs. Needs torch."""
+        outputs: tuple[Tensor, ...] = module(**call, return_dict=False)
+        return outputs
 
     def to_output(self, config: Config, call: Mapping[str, Any], prediction: Tensor) -> tuple[Tensor, ...]:
         import torch

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusers.models.transformers.transformer_ltx2 import LTX2Attention, LTX2PerturbedAttnProcessor
+from diffusers.modular_pipelines.ltx2.before_denoise import LTX2TextInputStep
 from diffusers.modular_pipelines.ltx2.denoise import LTX2ConditionLoopBeforeDenoiser, LTX2Image2VideoLoopBeforeDenoiser
 from diffusers.modular_pipelines.ltx2.modular_blocks_ltx2 import LTX2AutoDecoderStep
 from diffusers.modular_pipelines.ltx2.modular_blocks_ltx25 import LTX25AutoDecoderStep
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 
 from pipelines.blocks.tree import replace_blocks
 from pipelines.models.device_timestep import TimestepOnDevice
+from pipelines.models.ltx2.text import LTX2OpenTextStep
 
 
 class LTX2PictureLoopBeforeDenoiser(TimestepOnDevice, LTX2Image2VideoLoopBeforeDenoiser):  # type: ignore[misc]
@@ -26,6 +28,7 @@ class LTX2KeyframeLoopBeforeDenoiser(TimestepOnDevice, LTX2ConditionLoopBeforeDe
 def patch_blocks(blocks: Any) -> None:
     replace_blocks(blocks, LTX2Image2VideoLoopBeforeDenoiser, LTX2PictureLoopBeforeDenoiser)
     replace_blocks(blocks, LTX2ConditionLoopBeforeDenoiser, LTX2KeyframeLoopBeforeDenoiser)
+    replace_blocks(blocks, LTX2TextInputStep, LTX2OpenTextStep)
 
 
 def decode_by_vae(blocks: Any, _path: Path) -> None:

@@ -40,7 +40,7 @@ CONTEXT = "reference_conditions"
 """The pipeline's input for clips that an in-context adapter (IC-LoRA) attends to."""
 SOUND_RATE = 25
 """Tokens of sound a second."""
-BLOCKS = "transformer_blocks"
+BLOCKS, TEXT = "transformer_blocks", "encoder_hidden_states"
 TO_WHOLE = tuple(f"{BLOCKS}.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"))
 """Attentions to text and to sound."""
 SOUND_TO_CLIP = f"{BLOCKS}.*.video_to_audio_attn"
@@ -111,6 +111,9 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     family = "ltx2"
     patch_blocks = lazy("pipelines.models.ltx2.patches:patch_blocks")
     extend_blocks = lazy("pipelines.models.ltx2.patches:decode_by_vae")
+    hoisted = lazy("pipelines.models.ltx2.text:hoisted_text")
+    """Keys and values of the text for the clip's attention."""
+    hoisted_inputs = (TEXT,)
     latent_upsampler = lazy("pipelines.models.ltx2.upsampler:LatentUpsampler")
     latent_upsampler_bytes = lazy("pipelines.models.ltx2.upsampler:weight_bytes")
     local_attention = TO_WHOLE
@@ -146,9 +149,16 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
 
     def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
         from pipelines.models.ltx2.patches import perturb_whole
+        from pipelines.models.ltx2.text import read_keys
 
+        read_keys(module)
         perturb_whole(module)
         super().set_kernel(module, kernel)
+
+    def outputs(self, module: nn.Module, call: Mapping[str, Any]) -> tuple[Tensor, ...]:
+        from pipelines.models.ltx2.text import forward
+
+        return forward(module, call)
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
         """Return the connectors' output for each stream; a transformer with its own projections takes more features."""

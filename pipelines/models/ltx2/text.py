@@ -1,0 +1,133 @@
+"""The clip's attention to the text in LTX-2: keys and values are made once a job, and an open mask is left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2AudioVideoAttnProcessor,
+    LTX2PerturbedAttnProcessor,
+    LTX2VideoTransformerBlock,
+)
+from diffusers.modular_pipelines.ltx2.before_denoise import LTX2TextInputStep
+from torch import Tensor, nn
+
+from engines.core.model import ModelInputs
+from pipelines.models.ltx2.spec import TEXT
+
+KEYS_VALUES = "text_keys_values"
+"""An input beside the module's own: (blocks, keys and values, B, T, C), keys normalised."""
+MASKS = ("connector_attention_mask", "negative_connector_attention_mask")
+
+
+PROCESSORS = (LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor)
+"""Those of diffusers."""
+
+
+class LTX2OpenTextStep(LTX2TextInputStep):  # type: ignore[misc]
+    """Gives masks without tokens if every token may be attended to: connectors with registers leave no padding.
+
+    Attention without a mask is faster. Blocks need a mask, which ``forward`` then leaves out. The values are read once
+    a job.
+    """
+
+    def __call__(self, components: Any, state: Any) -> tuple[Any, Any]:
+        components, state = super().__call__(components, state)
+        block_state = self.get_block_state(state)
+        masks = {name: getattr(block_state, name) for name in MASKS}
+        if all(mask.device.type == "meta" or bool(mask.all()) for mask in masks.values()):
+            for name, mask in masks.items():
+                setattr(block_state, name, mask[:, :0])
+            self.set_block_state(state, block_state)
+        return components, state
+
+
+class TextProcessor(LTX2AudioVideoAttnProcessor):  # type: ignore[misc]
+    """Attends to a text, or to its stacked ``keys_and_values``."""
+
+    def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, *others: Any) -> Tensor:
+        """Attend. The names are those of diffusers."""
+        if encoder_hidden_states.ndim == 4:
+            k_BTC, encoder_hidden_states = encoder_hidden_states.unbind(0)
+            attn = _WithKeys(attn, k_BTC)
+        out_BLC: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, *others)
+        return out_BLC
+
+
+class _WithKeys:
+    """Stands for ``attn`` in its processor, which gets values in place of the text."""
+
+    def __init__(self, attn: Any, k_BTC: Tensor) -> None:
+        self._attn, self._k_BTC = attn, k_BTC
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attn, name)
+
+    def to_k(self, _: Tensor) -> Tensor:
+        return self._k_BTC
+
+    def norm_k(self, k: Tensor) -> Tensor:
+        return k
+
+    def to_v(self, v: Tensor) -> Tensor:
+        return v
+
+
+def keys_and_values(attn: Any, text_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    return attn.norm_k(attn.to_k(text_BTC)), attn.to_v(text_BTC)
+
+
+def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
+    """Return the keys and values of the clip's attention to the text; none if timesteps change the text (LTX-2.3).
+
+    The module must be whole. They take 0.8 GB for the 1024 tokens of LTX-2 in bfloat16.
+    """
+    if module.prompt_modulation:
+        return {}
+    text_BTC: Tensor = inputs[TEXT]
+    if module.config.use_prompt_embeddings:
+        text_BTC = module.caption_projection(text_BTC)
+    channels = module.transformer_blocks[0].attn2.inner_kv_dim
+    keys_values_N2BTC = text_BTC.new_empty(len(module.transformer_blocks), 2, *text_BTC.shape[:2], channels)
+    for keys_values_2BTC, block in zip(keys_values_N2BTC, module.transformer_blocks, strict=True):
+        for target_BTC, x_BTC in zip(keys_values_2BTC, keys_and_values(block.attn2, text_BTC), strict=True):
+            target_BTC.copy_(x_BTC)
+    return {KEYS_VALUES: keys_values_N2BTC}
+
+
+def forward(module: nn.Module, call: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Return clip and sound. Masks without tokens are left out."""
+    own = {name: x for name, x in call.items() if name != KEYS_VALUES and not _is_empty(x)}
+    with replace_text(module, call.get(KEYS_VALUES)):
+        outputs: tuple[Tensor, ...] = module(**own, return_dict=False)
+    return outputs
+
+
+def _is_empty(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.numel() == 0
+
+
+@contextmanager
+def replace_text(module: Any, keys_values_N2BTC: Tensor | None) -> Iterator[None]:
+    """Give each block keys and values in place of the clip's text, inside this context. None keeps the text."""
+    with ExitStack() as stack:
+        if keys_values_N2BTC is not None:
+            for block, x_2BTC in zip(module.transformer_blocks, keys_values_N2BTC, strict=True):
+                stack.callback(block.register_forward_pre_hook(_text_hook(x_2BTC), with_kwargs=True).remove)
+        yield
+
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def _text_hook(x_2BTC: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Call]:
+    return lambda _block, args, keywords: (args, {**keywords, TEXT: x_2BTC})
+
+
+def read_keys(module: nn.Module) -> None:
+    """Let the clip's attention to the text take its keys and values. No pass of guidance leaves it out."""
+    for block in module.modules():
+        if isinstance(block, LTX2VideoTransformerBlock) and type(block.attn2.processor) in PROCESSORS:
+            block.attn2.set_processor(TextProcessor())
