@@ -143,9 +143,9 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
         return tuple(part for part in UNUSED if part_class(path, part) is not None)
 
     def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
-        from pipelines.models.ltx2.patches import perturb_whole
+        from pipelines.models.ltx2.patches import replace_processors
 
-        perturb_whole(module)
+        replace_processors(module)
         super().set_kernel(module, kernel)
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
