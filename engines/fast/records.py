@@ -88,6 +88,22 @@ class Modulation:
         return torch.cat([*parts])
 
 
+class RotaryTables(NamedTuple):
+    """Tables of a rotary embedding (Su et al. 2021, arXiv:2104.09864), with any strides, and the pairs it rotates.
+
+    Dims: B batch, L tokens, H heads, P pairs of features. With fewer than D / 2 pairs, a head's last features stay.
+    """
+
+    cos_BLHP: Tensor
+    """B and H may be 1."""
+    sin_BLHP: Tensor
+    """Of the same shape."""
+    interleaved: bool
+    """Whether a pair are neighbours; else they are P features apart."""
+    rounded: bool = False
+    """Whether tables and products are rounded to the dtype of what is rotated; else all is in float32."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadNorms:
     """Bias, RMS norm and rotation of q and k, per head."""

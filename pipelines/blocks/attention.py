@@ -45,6 +45,34 @@ def set_kernel(module: nn.Module, kernel: Kernel, local: tuple[str, ...] = ()) -
         raise ValueError(f"no attention of {type(module).__name__} can be given a kernel")
 
 
+class RotatedAttention:
+    """Stands for ``attn`` in its processor, which gets queries and keys that are normalised and rotated already.
+
+    Their layers return what was made before the call. All other attributes are those of ``attn``.
+    """
+
+    fused_projections = False
+
+    def __init__(self, attn: Any, q_BLHD: Tensor, k_BMHD: Tensor) -> None:
+        self._attn = attn
+        self._q_BLC, self._k_BMC = q_BLHD.flatten(2), k_BMHD.flatten(2)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._attn, name)
+
+    def to_q(self, _: Tensor) -> Tensor:
+        return self._q_BLC
+
+    def to_k(self, _: Tensor) -> Tensor:
+        return self._k_BMC
+
+    def norm_q(self, q: Tensor) -> Tensor:
+        return q
+
+    def norm_k(self, k: Tensor) -> Tensor:
+        return k
+
+
 def unmasked(kernel: Kernel) -> Kernel:
     """Return ``kernel`` without its mask: one prompt needs none, and it rules out the fastest attention."""
 

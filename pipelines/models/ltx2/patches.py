@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from diffusers.models.transformers.transformer_ltx2 import LTX2Attention, LTX2PerturbedAttnProcessor
+import torch
+from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2Attention,
+    LTX2AudioVideoAttnProcessor,
+    LTX2PerturbedAttnProcessor,
+)
 from diffusers.modular_pipelines.ltx2.before_denoise import LTX2TextInputStep
 from diffusers.modular_pipelines.ltx2.denoise import LTX2ConditionLoopBeforeDenoiser, LTX2Image2VideoLoopBeforeDenoiser
 from diffusers.modular_pipelines.ltx2.modular_blocks_ltx2 import LTX2AutoDecoderStep
 from diffusers.modular_pipelines.ltx2.modular_blocks_ltx25 import LTX25AutoDecoderStep
 from torch import Tensor, nn
 
+from engines.fast.records import RotaryTables
+from engines.fast.rotary import is_fusable, rotated_heads
+from pipelines.blocks.attention import RotatedAttention
 from pipelines.blocks.tree import replace_blocks
 from pipelines.models.device_timestep import TimestepOnDevice
 from pipelines.models.ltx2.text import LTX2OpenTextStep
@@ -41,8 +50,30 @@ def decode_by_vae(blocks: Any, _path: Path) -> None:
             blocks.sub_blocks[name] = LTX2AutoDecoderStep()
 
 
+CosSin = tuple[Tensor, Tensor]
+"""By head, ``(B, H, L, P)`` each, or of all features of a token, ``(B, L, C)``, where pairs have every value twice."""
+
+
+class LTX2FusedProcessor(LTX2AudioVideoAttnProcessor):  # type: ignore[misc]
+    """Normalises and rotates queries and keys in one pass over them, where that is possible."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        query_rotary_emb: CosSin | None = None,
+        key_rotary_emb: CosSin | None = None,
+    ) -> Tensor:
+        """Attend. The names are those of diffusers."""
+        attn, *tables = _rotated(attn, hidden_states, encoder_hidden_states, query_rotary_emb, key_rotary_emb)
+        out_BLC: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, *tables)
+        return out_BLC
+
+
 class WholePerturbation(LTX2PerturbedAttnProcessor):  # type: ignore[misc]
-    """Leaves out the attention of a whole batch, which the presence of a mask says.
+    """Leaves out the attention of a whole batch, which the presence of a mask says. Else it is ``LTX2FusedProcessor``.
 
     Diffusers reads that from the mask's values, which a compiled block cannot. Its pipelines give no mask of their own:
     the transformer makes one of zeros for the pass of guidance that leaves attention out.
@@ -54,26 +85,58 @@ class WholePerturbation(LTX2PerturbedAttnProcessor):  # type: ignore[misc]
         hidden_states: Tensor,
         encoder_hidden_states: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        query_rotary_emb: tuple[Tensor, Tensor] | None = None,
-        key_rotary_emb: tuple[Tensor, Tensor] | None = None,
+        query_rotary_emb: CosSin | None = None,
+        key_rotary_emb: CosSin | None = None,
         perturbation_mask: Tensor | None = None,
         all_perturbed: Any = None,
     ) -> Tensor:
         """Attend. The names are those that ``LTX2Attention`` looks for."""
+        tables: list[Any] = [query_rotary_emb, key_rotary_emb]
+        if perturbation_mask is None:
+            attn, *tables = _rotated(attn, hidden_states, encoder_hidden_states, query_rotary_emb, key_rotary_emb)
         out_BLC: Tensor = super().__call__(
             attn,
             hidden_states,
             encoder_hidden_states,
             attention_mask,
-            query_rotary_emb,
-            key_rotary_emb,
+            *tables,
             all_perturbed=perturbation_mask is not None,
         )
         return out_BLC
 
 
-def perturb_whole(module: nn.Module) -> None:
-    """Replace the processors of attention that passes of guidance leave out."""
+def _rotated(
+    attn: Any, x_BLC: Tensor, context_BMC: Tensor | None, q_tables: CosSin | None, k_tables: CosSin | None
+) -> tuple[Any, CosSin | None, CosSin | None]:
+    """Return what to attend by: ``attn`` with its tables, or, after the fused pass, its stand-in without."""
+    if q_tables is None or not is_fusable(x_BLC, attn.norm_q, attn.norm_k):
+        return attn, q_tables, k_tables
+    q_BLC, k_BMC = attn.to_q(x_BLC), attn.to_k(x_BLC if context_BMC is None else context_BMC)
+    if k_tables is None:
+        norms, tables = (attn.norm_q, attn.norm_k), _tables(attn, q_tables)
+        q_BLHD, k_BMHD = rotated_heads((q_BLC, k_BMC), norms, tables, attn.head_dim)
+    else:
+        (q_BLHD,) = rotated_heads((q_BLC,), (attn.norm_q,), _tables(attn, q_tables), attn.head_dim)
+        (k_BMHD,) = rotated_heads((k_BMC,), (attn.norm_k,), _tables(attn, k_tables), attn.head_dim)
+    return RotatedAttention(attn, q_BLHD, k_BMHD), None, None
+
+
+def _tables(attn: Any, tables: CosSin) -> RotaryTables:
+    if attn.rope_type == "split":
+        cos_BLHP, sin_BLHP = (x_BHLP.transpose(1, 2) for x_BHLP in tables)
+    else:
+        cos_BLHP, sin_BLHP = (torch.unflatten(x_BLC[..., ::2], 2, (attn.heads, -1)) for x_BLC in tables)
+    return RotaryTables(cos_BLHP, sin_BLHP, interleaved=attn.rope_type != "split")
+
+
+PROCESSORS: Mapping[type[Any], type[Any]] = {
+    LTX2AudioVideoAttnProcessor: LTX2FusedProcessor,
+    LTX2PerturbedAttnProcessor: WholePerturbation,
+}
+
+
+def replace_processors(module: nn.Module) -> None:
+    """Replace diffusers' processors of attention."""
     for part in module.modules():
-        if isinstance(part, LTX2Attention) and type(part.processor) is LTX2PerturbedAttnProcessor:
-            part.set_processor(WholePerturbation())
+        if isinstance(part, LTX2Attention) and type(part.processor) in PROCESSORS:
+            part.set_processor(PROCESSORS[type(part.processor)]())

@@ -148,11 +148,11 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
         return tuple(part for part in UNUSED if part_class(path, part) is not None)
 
     def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
-        from pipelines.models.ltx2.patches import perturb_whole
+        from pipelines.models.ltx2.patches import replace_processors
         from pipelines.models.ltx2.text import read_keys
 
         read_keys(module)
-        perturb_whole(module)
+        replace_processors(module)
         super().set_kernel(module, kernel)
 
     def outputs(self, module: nn.Module, call: Mapping[str, Any]) -> tuple[Tensor, ...]:

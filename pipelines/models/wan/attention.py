@@ -16,6 +16,8 @@ from torch.nn import functional
 
 from engines.core.attention import Kernel
 from engines.core.model import ModelInputs
+from engines.fast.records import RotaryTables
+from engines.fast.rotary import is_fusable, rotated_heads
 
 PICTURES = "encoder_hidden_states_image"
 KEYS_VALUES = "text_keys_values"
@@ -44,10 +46,8 @@ class WanProcessor:
         assert encoder_hidden_states is None, "cross-attention has a processor of its own"
         assert attention_mask is None, "Wan attends to every token"
         assert rotary_emb is not None
-        q_BLHD, k_BLHD, v_BLHD = (
-            in_heads(attn, x) for x in (queries(attn, hidden_states), *keys_and_values(attn, hidden_states))
-        )
-        out_BLHD, _ = self.kernel(rotate(q_BLHD, rotary_emb), rotate(k_BLHD, rotary_emb), v_BLHD)
+        q_BLHD, k_BLHD = rotated_queries_and_keys(attn, hidden_states, rotary_emb)
+        out_BLHD, _ = self.kernel(q_BLHD, k_BLHD, in_heads(attn, attn.to_v(hidden_states)))
         return project_out(attn, out_BLHD)
 
 
@@ -124,6 +124,19 @@ def in_heads(attn: WanAttention, x_BLC: Tensor) -> Tensor:
 def project_out(attn: WanAttention, out_BLHD: Tensor) -> Tensor:
     out_BLC: Tensor = attn.to_out[1](attn.to_out[0](out_BLHD.flatten(2)))
     return out_BLC
+
+
+def rotated_queries_and_keys(attn: Any, x_BLC: Tensor, cos_sin_1L1D: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return ``q_BLHD`` and ``k_BLHD`` of self-attention."""
+    dim = cos_sin_1L1D[0].shape[-1]
+    q_BLC, k_BLC, norms = attn.to_q(x_BLC), attn.to_k(x_BLC), (attn.norm_q, attn.norm_k)
+    if is_fusable(q_BLC, *norms):
+        cos_1L1P, sin_1L1P = (table[..., ::2] for table in cos_sin_1L1D)
+        q_BLHD, k_BLHD = rotated_heads((q_BLC, k_BLC), norms, RotaryTables(cos_1L1P, sin_1L1P, interleaved=True), dim)
+        return q_BLHD, k_BLHD
+    normed = (norm(x) for norm, x in zip(norms, (q_BLC, k_BLC), strict=True))
+    q_BLHD, k_BLHD = (rotate(torch.unflatten(x, 2, (-1, dim)), cos_sin_1L1D) for x in normed)
+    return q_BLHD, k_BLHD
 
 
 def rotate(x_BLHD: Tensor, cos_sin_1L1D: tuple[Tensor, Tensor]) -> Tensor:

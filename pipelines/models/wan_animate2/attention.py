@@ -22,7 +22,7 @@ from engines.core.model import ModelInputs, device_of, dtype_of
 from engines.parallel.copies import is_weightless
 from engines.parallel.local_attention import local_kernel
 from engines.parallel.strategies import merge
-from pipelines.models.wan.attention import rotate
+from pipelines.models.wan.attention import rotated_queries_and_keys
 from pipelines.models.wan_animate2.call import (
     CONDITION,
     DRIVING,
@@ -77,9 +77,8 @@ class AnimateProcessor:
 
         ``grid_sizes`` are the frames of the tokens.
         """
-        q_BLHD = rotate(_in_heads(attn, attn.norm_q(attn.to_q(hidden_states))), rotary_emb)
-        k_BLHD = rotate(_in_heads(attn, attn.norm_k(attn.to_k(hidden_states))), rotary_emb)
-        v_BLHD = _in_heads(attn, attn.to_v(hidden_states))
+        q_BLHD, k_BLHD = rotated_queries_and_keys(attn, hidden_states, rotary_emb)
+        v_BLHD = torch.unflatten(attn.to_v(hidden_states), 2, (attn.heads, -1))
         if kv_cache_mode == EXTRACT:
             kv_cache.copy_(torch.stack((k_BLHD, v_BLHD)).view_as(kv_cache))
             out_BLHD, _ = self.local(q_BLHD, k_BLHD, v_BLHD)
@@ -90,10 +89,6 @@ class AnimateProcessor:
             out_BLHD = merge(*own, *driven, masked=True)[0].to(q_BLHD.dtype)
         out_BLC: Tensor = attn.to_out[1](attn.to_out[0](out_BLHD.flatten(2)))
         return out_BLC
-
-
-def _in_heads(attn: WanAnimate2Attention, x_BLC: Tensor) -> Tensor:
-    return torch.unflatten(x_BLC, 2, (attn.heads, -1))
 
 
 def _attend_driving(kernel: Kernel, q_BLHD: Tensor, driving_2BFPHD: Tensor, frames_L: Tensor) -> tuple[Tensor, Tensor]:

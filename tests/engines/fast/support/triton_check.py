@@ -15,7 +15,16 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[4]))
 
-from engines.fast import fp8_heads, frames, triton_fp8_heads, triton_frames, triton_group_norm, triton_kernels
+from engines.fast import (
+    fp8_heads,
+    frames,
+    rotary,
+    triton_fp8_heads,
+    triton_frames,
+    triton_group_norm,
+    triton_kernels,
+    triton_rotary,
+)
 from engines.fast.kernels import (
     HeadNorms,
     Modulation,
@@ -30,7 +39,7 @@ from engines.fast.kernels import (
     scaled_norm,
 )
 from engines.fast.kernels import residual_norm_modulate as residual
-from engines.fast.records import Edges, Pairs, QuantRows
+from engines.fast.records import Edges, Pairs, QuantRows, RotaryTables
 from engines.parallel.collectives import Axis
 from engines.parallel.flash3 import attended_first, attended_order
 from engines.parallel.local_attention import local_kernel
@@ -110,6 +119,30 @@ def check_heads(device: str, *, heads: int, dim: int, outer: int, inner: int) ->
     triton_kernels.launch_norm_and_rotate(qkv.to(device), there, there_out.permute(order))
     got, wanted = (out.permute(order).flatten(3, 5)[:, :, :, :heads] for out in (there_out, here_out))
     close(got, wanted)
+
+
+def check_rotary(device: str, dim: int, pairs: int, *, over_all: bool, by_head: bool, interleaved: bool) -> None:
+    """Heads of any number and size in columns of wider rows; queries and keys together, and either alone.
+
+    In 16 bits almost all values have the plain version's bits: both round after the norm.
+    """
+    heads, batch, length = 3, 2, 2
+    features = heads * dim if over_all else dim
+    angles = torch.randn((batch, heads, length, 2 * pairs) if by_head else (1, 1, length, 2 * pairs)).transpose(1, 2)
+    for dtype, rounded in ((torch.float32, False), (torch.float16, False), (torch.float16, True)):
+        q, k, _ = torch.randn(batch, length, 3 * heads * dim).to(dtype).chunk(3, -1)
+        weights = [1 + 0.2 * torch.randn(features).to(dtype) for _ in range(2)]
+        rotation = RotaryTables(angles.cos()[..., ::2], angles.sin()[..., ::2], interleaved, rounded)
+        there = rotation._replace(cos_BLHP=rotation.cos_BLHP.to(device), sin_BLHP=rotation.sin_BLHP.to(device))
+        for several, some in (([q, k], weights), ([k], [])):
+            tensors, scales = ([x.to(device) for x in each] for each in (several, some))
+            results = triton_rotary.launch_heads(tensors, scales, there, dim, features, 1e-3)
+            for number, (x, got) in enumerate(zip(several, results, strict=True)):
+                weight = some[number] if some else None
+                assert got.is_contiguous()
+                expected = rotary.plain_heads(x, weight, rotation, dim, features, 1e-3)
+                close(got, expected, 1e-5 if dtype == torch.float32 else 1e-3)
+                assert dtype == torch.float32 or (got.cpu() == expected).float().mean() >= 0.95
 
 
 def check_peers(device: str, *, heads: int, dim: int, world: int) -> None:
@@ -394,6 +427,10 @@ def main(device: str) -> None:
     check_heads(device, heads=12, dim=16, outer=2, inner=2)
     check_heads(device, heads=6, dim=8, outer=1, inner=3)
     check_heads(device, heads=6, dim=8, outer=1, inner=4)
+    check_rotary(device, 16, 8, over_all=True, by_head=True, interleaved=False)
+    check_rotary(device, 20, 10, over_all=True, by_head=False, interleaved=True)
+    check_rotary(device, 24, 9, over_all=False, by_head=False, interleaved=False)
+    check_rotary(device, 12, 4, over_all=False, by_head=True, interleaved=True)
     check_quantization(device)
     check_offsets_beyond_int32(device)
     for channels in (24, 32):
