@@ -56,8 +56,8 @@ MAKERS = {
     "xdit": ("xDiT", "Ulysses, blocks compiled"),
 }
 """Project and setting by maker, in results of ``benchmarks.model_step``, and in older ones by "case"."""
-OTHER_WAYS = ("ours compiled", "ours, prompts filled up")
-"""Makers of Troupe that are not timed beside peers."""
+OTHER_WAYS = ("ours compiled", "ours, prompts filled up", "ours, fp8 attention")
+"""Makers of Troupe that are not timed beside peers: a gang with "auto" chooses none of them."""
 FLUX = "FLUX.1-dev"
 FASTER = "Troupe is faster by"
 

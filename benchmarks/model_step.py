@@ -20,7 +20,8 @@ Pictures have 1024 x 1024 pixels, clips their models' usual sizes; on a CPU both
 and with its blocks compiled, with cuDNN's attention. On several GPUs it uses its Ulysses, where it has a plan; a
 process can then time nothing else. "diffusers-undivided" is what one GPU takes, for transformers that it does not
 divide. "ours" is the engine as a gang calls it, after what is made once a job is made;
-"ours, fp8 attention" the same with attention in float8, on a Hopper GPU with fa3-fwd (or emulated on a CPU).
+"ours, fp8 attention" the same with attention in float8, on a Hopper GPU with fa3-fwd (or emulated on a CPU);
+"ours in parts" the same with heads exchanged in parts at any length, as a gang with "auto" tries it as well.
 ``--precision`` is that of ours, SGLang and vLLM-Omni.
 
 ``--blocks 4`` keeps the first 4 blocks of each list of the transformer, where whole steps take too long. Errors and
@@ -60,7 +61,9 @@ from benchmarks.peers.published import MAKERS as PEERS
 from benchmarks.peers.published import OpenPeer, of_project
 from benchmarks.results import status_of
 from benchmarks.timing import BF16_TFLOPS, measure, rank_synchronize, relative_error, start_distributed
+from engines.core.spec import ParallelSpec
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
 from pipelines.size import Size
 
@@ -69,8 +72,8 @@ CLIPS = ("Wan2.1-T2V-14B", "Wan2.2-I2V-A14B", "HunyuanVideo-1.5-480p_t2v", "LTX-
 UNDIVIDED, RING, REDUCE_OVERHEAD = "diffusers-undivided", "diffusers-ring", "diffusers-reduce-overhead"
 OF_MODULE = ("eager", "diffusers", RING, UNDIVIDED, REDUCE_OVERHEAD)
 CAPTURABLE = (*OF_MODULE[:-1], *(peer for peer in PEERS if peer != "sglang-graphs"))
-FP8_ATTENTION = "ours, fp8 attention"
-OURS = ("ours compiled", "ours", "ours filled", FP8_ATTENTION)
+FP8_ATTENTION, IN_PARTS = "ours, fp8 attention", "ours in parts"
+OURS = ("ours compiled", "ours", "ours filled", FP8_ATTENTION, IN_PARTS)
 MAKERS = (*OF_MODULE, *PEERS, *(maker + capture.SUFFIX for maker in CAPTURABLE), *OURS)
 MAX_ERROR, MAX_FP8_ERROR = 0.05, 0.2
 """In bf16, sums in another order differ."""
@@ -229,6 +232,11 @@ def ways_of(
         FP8_ATTENTION: [
             (f"{FP8_ATTENTION}, {each}", partial(own, each, None, attention="fp8")) for each in arguments.strategies
         ],
+        IN_PARTS: [
+            (f"ours, in parts, {each}", partial(own, each, None, exchange=ExchangeRules(parts_from_tokens=1)))
+            for each in arguments.strategies
+            if world == 1 or ParallelSpec.of(each, world).ulysses > 1
+        ],
     }
 
 
@@ -310,12 +318,15 @@ def ours(
     strategy: str,
     fast: bool | None,
     attention: str = "auto",
+    exchange: ExchangeRules | None = None,
     **options: Any,
 ) -> Result:
     """Time the engine: hand-ordered where there is such a step; with ``fast=False`` the module, its blocks compiled."""
     asked: dict[str, Any] = {"strategy": strategy, "precision": arguments.precision, "fast": fast}
     asked["attention"] = attention
     engine = TorchEngine(model.denoiser(), options=TorchOptions(**options), **asked)
+    if exchange is not None:
+        engine.use(exchange)
     ranks = tuple(range(dist.get_world_size() if dist.is_initialized() else 1))
     engine.warm_up(model.branches, ranks)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.models.making import default_dtype, draw_vectors
@@ -115,7 +115,7 @@ class PublishedModel:
     def exact_call(self) -> Tensor:
         """Return the values of ``call`` in float32."""
         exact = copy.deepcopy(self.module).float()
-        wide = [{name: _float32(x) for name, x in call.items()} for call in self.own_calls]
+        wide: Any = tree_map(_float32, self.own_calls)
         values = self._values(exact, wide)
         del exact
         torch.cuda.empty_cache()  # NCCL needs some of what GPUs of 80 GB have left

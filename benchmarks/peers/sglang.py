@@ -31,8 +31,9 @@ FUSIONS = (
     "LTX2_QKNORM_SPLIT_ROPE",
     "LTX2_RMS_NORM_MODULATE",
     "MINIMAX_H3_NORM_MODULATE",
+    "QWEN_IMAGE_ADDED_QKV",
 )
-"""Fusions of these models that its default quality, "lossless", allows."""
+"""Fusions that its default quality, "lossless", mounts on these models: those that their modules mark."""
 TRAINED_STEPS = 1000
 """Factor of timesteps and guidance, as its pipeline passes them."""
 
@@ -45,7 +46,7 @@ def loaded(
     precision: str = "native",
     weights: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """Return one of its transformers with the parameters of ``module``. What it stacks or quantises is a copy.
+    """Return one of its transformers with the parameters of ``module``. What it stacks, casts or quantises is a copy.
 
     ``compiled``: "whole" is its ``--enable-torch-compile``, "blocks" also its ``--regional-compile``, "graphs" its
     ``--enable-breakable-cuda-graph``, "" its default. ``precision`` "fp8" is its ``--quantization fp8``.
@@ -57,10 +58,11 @@ def loaded(
     quantization = None if precision == "native" else _quantization(precision)
     with default_dtype(module.dtype), torch.device("meta"):
         transformer = transformer_class(config, hf_config=dict(module.config), quant_config=quantization)
-    names = set(transformer.state_dict())
-    mapping = get_param_names_mapping(transformer.param_names_mapping, names)
-    own, _ = hf_to_custom_state_dict(weights or module.state_dict(), mapping, names)
-    transformer.load_state_dict(own, assign=True)
+    made = transformer.state_dict()
+    mapping = get_param_names_mapping(transformer.param_names_mapping, set(made))
+    own, _ = hf_to_custom_state_dict(weights or module.state_dict(), mapping, set(made))
+    # Its loader casts them too. diffusers keeps Wan's embedding of time in float32, for example, and SGLang does not.
+    transformer.load_state_dict({name: x.to(made[name].dtype) for name, x in own.items()}, assign=True)
     for layer in transformer.modules() if quantization else ():
         if hasattr(layer, "quant_method"):
             layer.quant_method.process_weights_after_loading(layer)

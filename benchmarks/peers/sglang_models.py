@@ -72,16 +72,20 @@ def transformer_of(
 
 
 def call_of(transformer: Any, batch: Any = None, *, autocast: bool = False, **arguments: Any) -> Call:
-    """Return the call of one step. ``batch`` is its request; ``autocast`` is how its pipeline calls some models."""
+    """Return the call of one step. ``batch`` is its request.
+
+    ``autocast`` is how its pipelines call some models in bfloat16: where ``enable_autocast`` of the pipeline's
+    configuration is on and its stage of denoising heeds it.
+    """
     from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
 
-    parameter = next(transformer.parameters())
-    casts = autocast and parameter.dtype != torch.float32
+    device = next(transformer.parameters()).device
+    casts = autocast and any(parameter.dtype == torch.bfloat16 for parameter in transformer.parameters())
 
     def call() -> Any:
         with (
             set_forward_context(current_timestep=0, attn_metadata=None, forward_batch=batch),
-            torch.autocast(parameter.device.type, parameter.dtype, enabled=casts),
+            torch.autocast(device.type, torch.bfloat16, enabled=casts),
         ):
             return transformer(**arguments)
 
@@ -206,10 +210,10 @@ def flux3_options(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flux3_weights(module: Any) -> dict[str, Tensor]:
-    """Return diffusers' weights of a FLUX.3 by the names of its checkpoints, which SGLang reads, in one dtype."""
+    """Return diffusers' weights of a FLUX.3 by the names of its checkpoints, which SGLang reads."""
     weights = module.state_dict()
     scale_shift = weights["norm_out.linear.weight"]
-    renamed = {_flux3_name(name): weight.to(scale_shift.dtype) for name, weight in weights.items()}
+    renamed = {_flux3_name(name): weight for name, weight in weights.items()}
     renamed["final_layer.image.adaLN_modulation.1.weight"] = torch.cat(scale_shift.chunk(2)[::-1])
     return renamed
 
@@ -227,7 +231,8 @@ def _flux3(transformer: Any, own: Mapping[str, Any]) -> Call:
     text, picture = (own["encoder_hidden_states"][0], own["txt_ids"]), (own["hidden_states"][0], own["img_ids"])
     packed = pack([{TEXT: text, "image": picture}], {**transformer.in_channels, TEXT: text[0].shape[1]})
     packed.rope = {mode: transformer.rope(ids) for mode, ids in packed.ids.items()}
-    packed.timesteps = {mode: times.to(text[0].dtype) for mode, times in packed.timesteps.items()}
+    num_times = None if transformer.flow_map else 1  # its quality "lossless" embeds a stream's one time once
+    packed.timesteps = {mode: times[:num_times].to(text[0].dtype) for mode, times in packed.timesteps.items()}
     packed.timesteps["image"].fill_(own["timestep"].item())
     packed.timesteps_ref = own["target_timestep"].float() if "target_timestep" in own else None
     call = call_of(transformer, autocast=True, packed=packed)
@@ -278,6 +283,7 @@ def _ltx2(transformer: Any, own: Mapping[str, Any]) -> Call:
     kept = ("audio_hidden_states", "timestep", "audio_timestep", "height", "width", "fps", "audio_num_frames")
     call = call_of(
         transformer,
+        autocast=True,
         hidden_states=mine,
         encoder_hidden_states=None,
         audio_encoder_hidden_states=None,

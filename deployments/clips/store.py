@@ -59,7 +59,7 @@ class ClipStore:
         )
         async with self.session() as session, session.begin():
             session.add(row)
-        return await self._must_get(row.id)
+        return record_of(row)  # as created: a runner may claim the clip from now on
 
     async def get(self, clip_id: str) -> ClipRecord | None:
         async with self.session() as session:
@@ -129,11 +129,6 @@ class ClipStore:
         """Return the ids of the clips that were completed or failed before ``time_s``."""
         async with self.session() as session:
             return list(await session.scalars(select(ClipRow.id).where(ClipRow.completed_at_s < time_s)))
-
-    async def _must_get(self, clip_id: str) -> ClipRecord:
-        clip = await self.get(clip_id)
-        assert clip is not None
-        return clip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import kernel_times
-from benchmarks.model_step import Arguments, diffusers, facts_of, in_order, main, of_whole, parse, results_of
+from benchmarks.model_step import Arguments, diffusers, facts_of, in_order, main, of_whole, parse, results_of, ways_of
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import capture
 from benchmarks.peers.capture import CapturedPeer
 from benchmarks.peers.published import OpenPeer
+from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.exchange.choose import ExchangeRules
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_models, tiny_qwen
 
@@ -57,10 +60,22 @@ def test_pictures_in_one_forward_are_as_good_as_diffusers_and_not_alike(folder: 
     assert (first - second).norm() > 0.1 * first.norm()
     said = facts_of(model, 1)
     assert said["batch"] == 2
-    exact, fp8 = results_of(model, said, Arguments(makers=("ours", "ours, fp8 attention"), repeats=1), 1)
-    assert exact["relative_error"] < 1e-5
+    makers = ("ours", "ours, fp8 attention", "ours in parts")
+    with patch.object(TorchEngine, "use", autospec=True, side_effect=TorchEngine.use) as use:
+        exact, fp8, in_parts = results_of(model, said, Arguments(makers=makers, repeats=1), 1)
+    assert max(one["relative_error"] for one in (exact, in_parts)) < 1e-5
+    assert [call.args[1] for call in use.call_args_list] == [ExchangeRules(parts_from_tokens=1)]
     assert fp8["maker"] == "ours, fp8 attention, ulysses"
     assert 1e-4 < fp8["relative_error"] < 0.1
+
+
+def test_only_heads_are_exchanged_in_parts() -> None:
+    """As in a gang, whose autotuner leaves other strategies as they are."""
+    model: Any = SimpleNamespace(module=torch.nn.Linear(1, 1))
+    arguments = Arguments(strategies=("ulysses", "allgather_kv", "ring"))
+    ways = ways_of(model, torch.zeros(1), arguments, 2, OpenPeer(model))
+    assert [name for name, _ in ways["ours in parts"]] == ["ours, in parts, ulysses"]
+    assert [name for name, _ in ways["ours"]] == ["ours, ulysses", "ours, allgather_kv", "ours, ring"]
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2])

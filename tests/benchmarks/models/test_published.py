@@ -77,6 +77,16 @@ def test_what_its_class_keeps_in_float32_is_not_cast(tmp_path: Path) -> None:
     assert len({*dtypes.values()}) == 2
 
 
+@torch.no_grad()
+def test_the_exact_step_is_in_float32_with_all_its_inputs(tmp_path: Path) -> None:
+    """Z-Image's are in lists."""
+    folder = str(tiny_pictures.z_image(tmp_path))
+    model = PublishedModel.made(folder, CPU, torch.bfloat16, PICTURE, num_tokens=32)
+    exact = model.exact_call()
+    assert exact.dtype == torch.float32
+    assert 1e-4 < relative_difference(model.call().float(), exact) < 0.02
+
+
 @pytest.mark.parametrize("expand_timesteps", [False, True])
 def test_diffusers_is_called_at_the_time_of_its_own_schedule(expand_timesteps: bool, tmp_path: Path) -> None:
     """Its blocks round it to the dtype of the prompt: 999 becomes 1000, a few percent of an answer."""

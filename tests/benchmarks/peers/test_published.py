@@ -66,7 +66,7 @@ def test_both_projects_are_timed_for_the_same_models_but_those_that_one_has_not(
     assert set(vllm_omni_models.MODELS) - set(sglang_models.MODELS) == {"HunyuanVideo15Transformer3DModel"}
 
 
-def test_weights_of_flux3_have_the_names_of_its_checkpoints_and_one_dtype() -> None:
+def test_weights_of_flux3_have_the_names_of_its_checkpoints() -> None:
     names = (
         "mode_blocks.image.0.attn.norm_q.weight",
         "txt_mode_blocks.1.attn.to_out.0.weight",
@@ -76,7 +76,7 @@ def test_weights_of_flux3_have_the_names_of_its_checkpoints_and_one_dtype() -> N
         "x_embedders.image_cond.weight",
         "proj_out.weight",
     )
-    scale_shift = torch.tensor([[1.0], [2.0]], dtype=torch.bfloat16)
+    scale_shift = torch.tensor([[1.0], [2.0]])
     weights = {name: torch.zeros(1) for name in names} | {"norm_out.linear.weight": scale_shift}
     found = sglang_models.flux3_weights(SimpleNamespace(state_dict=lambda: weights))
     assert found.pop("final_layer.image.adaLN_modulation.1.weight").flatten().tolist() == [2, 1]
@@ -89,7 +89,6 @@ def test_weights_of_flux3_have_the_names_of_its_checkpoints_and_one_dtype() -> N
         "emb_in.image_cond.weight",
         "final_layer.image.linear.weight",
     ]
-    assert {weight.dtype for weight in found.values()} == {torch.bfloat16}
 
 
 def test_a_peers_memory_is_free_whoever_holds_it_and_what_it_shares_is_whole() -> None:

@@ -1,17 +1,20 @@
-"""Replacements of SGLang's compiled kernels, for another PyTorch than theirs."""
+"""SGLang's transformers in the dtypes of its pipelines, and replacements of its compiled kernels."""
 
 from __future__ import annotations
 
 import importlib
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from benchmarks.models.making import without_init
 from benchmarks.peers import sglang
+from benchmarks.peers.sglang_models import call_of
 
 ATTENTION = """
 def _flash_attn_forward(q, k, v, softmax_scale, **lengths):
@@ -153,3 +156,46 @@ def test_packages_that_are_imported_already_stay(monkeypatch: pytest.MonkeyPatch
     from some_project.stages.loop import steps  # type: ignore[import-not-found]
 
     assert (sys.modules["some_project"], some_project.version, steps) == (some_project, 3, 4)
+
+
+class Transformer(torch.nn.Module):
+    """A transformer as SGLang makes them: in the default dtype, or in one of its own."""
+
+    param_names_mapping: tuple[str, ...] = ()
+
+    def __init__(self, config: Any, hf_config: Any, quant_config: Any) -> None:
+        super().__init__()
+        self.scale_shift = torch.nn.Parameter(torch.empty(2))
+        self.rope = torch.nn.Parameter(torch.empty(2, dtype=torch.float32))
+
+    def post_load_weights(self) -> None:
+        pass
+
+    def forward(self) -> bool:
+        return torch.is_autocast_enabled("cpu")
+
+
+def test_weights_that_diffusers_keeps_in_float32_have_the_dtype_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loader casts each to that of its parameter. A product of two dtypes, as in Wan's embedding of time, fails."""
+    mounted: list[Any] = []
+    fusions = dict.fromkeys(sglang.FUSIONS, SimpleNamespace(mount=mounted.append))
+    monkeypatch.setitem(sys.modules, "sglang.kernels.ops", SimpleNamespace(diffusion=SimpleNamespace(**fusions)))
+    utils = {"get_param_names_mapping": lambda *_: None, "hf_to_custom_state_dict": lambda weights, *_: (weights, {})}
+    monkeypatch.setitem(sys.modules, "sglang.multimodal_gen.runtime.loader.utils", SimpleNamespace(**utils))
+    weights = {"scale_shift": torch.tensor([1.0, 2.0]), "rope": torch.tensor([3.0, 4.0])}
+    module = SimpleNamespace(dtype=torch.bfloat16, config={}, state_dict=lambda: weights)
+    found = sglang.loaded(Transformer, SimpleNamespace(), module)
+    assert (found.scale_shift.dtype, found.scale_shift.tolist()) == (torch.bfloat16, [1, 2])
+    assert (found.rope.dtype, found.rope.tolist()) == (torch.float32, [3, 4])
+    assert mounted == [found] * len(sglang.FUSIONS)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_only_calls_in_bfloat16_are_cast(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, autocast: bool) -> None:
+    """Whatever dtype the first of its parameters has."""
+    context = SimpleNamespace(set_forward_context=lambda **_: nullcontext())
+    monkeypatch.setitem(sys.modules, "sglang.multimodal_gen.runtime.managers.forward_context", context)
+    transformer = Transformer(None, None, None)
+    transformer.rope.data = transformer.rope.to(dtype)
+    assert call_of(transformer, autocast=autocast)() is (autocast and dtype == torch.bfloat16)

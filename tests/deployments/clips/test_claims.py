@@ -7,10 +7,12 @@ import sqlite3
 import time
 from collections.abc import AsyncIterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sqlalchemy import text
 
 from deployments.clips.database import ClipError
 from deployments.clips.store import Claim, Claims, ClipStore
@@ -61,6 +63,17 @@ async def test_a_clip_comes_back_as_it_was(store: ClipStore, database_url: str) 
     await other.engine.dispose()
     assert (made.request, made.seconds, made.status, made.attempts) == (REQUEST, "0.625", "queued", 0)
     assert await store.get("video_none") is None
+
+
+async def test_a_new_clip_is_queued_however_soon_a_runner_claims_it(tmp_path: Path) -> None:
+    store = await open_store(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
+    claim = "UPDATE troupe_jobs SET status = 'in_progress', attempts = 1"
+    async with store.engine.begin() as connection:
+        await connection.execute(text(f"CREATE TRIGGER runner AFTER INSERT ON troupe_jobs BEGIN {claim}; END"))
+    made = await store.create(REQUEST, "1")
+    assert (made.status, made.attempts) == ("queued", 0)
+    assert await store.get(made.id) == replace(made, status="in_progress", attempts=1)
+    await store.engine.dispose()
 
 
 async def test_the_oldest_clip_comes_first_and_only_once(store: ClipStore) -> None:

@@ -146,13 +146,14 @@ async def test_a_clip_that_cannot_be_kept_leaves_nothing(tmp_path: Path, monkeyp
 async def test_a_clip_whose_client_leaves_before_it_hears_the_id(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
-    written = asyncio.Event()
+    create, written = ClipStore.create, asyncio.Event()
 
-    async def never(*_: object) -> None:
+    async def never(*arguments: Any, **options: Any) -> None:
+        await create(*arguments, **options)
         written.set()
         await asyncio.Event().wait()
 
-    monkeypatch.setattr("deployments.clips.store.ClipStore._must_get", never)
+    monkeypatch.setattr(ClipStore, "create", never)
     async with running(studio_of_inputs(reasons={"fake-clips": "not now"}), tmp_path) as clips:
         asking = asyncio.create_task(getattr(clips, way)(REQUEST, "1", pictures=INPUTS))
         async with asyncio.timeout(PATIENCE_S):
