@@ -6,14 +6,17 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import nn
 
 from engines.core.engine import RankContext
 from engines.core.spec import ParallelSpec
@@ -25,6 +28,9 @@ from engines.registry import load_engine
 from engines.torch_engine import autotune
 from engines.torch_engine.autotune import (
     EXCHANGE_FIELDS,
+    MIN_BLOCKS,
+    NUM_TIMED_LONG,
+    Autotuner,
     Decision,
     DecisionFile,
     DividedForward,
@@ -116,6 +122,68 @@ def test_long_steps_are_timed_once_and_branches_in_turn_never(tmp_path: Path) ->
     for found in gang(2).run(of_long_steps, tmp_path):
         assert (found.strategy, found.at_once) == ("allgather_kv2", "allgather_kv2")
         assert found.num_timed == 2 * len(("ring2", "allgather_kv2", "ulysses2", "guidance2"))
+
+
+ALL_NEAR = Times(strategies_ms={"ring2": 714.0, "allgather_kv2": 616.0, "ulysses2": 714.0, "guidance2": 500.0})
+
+
+def of_few_blocks(folder: Path, long_step_s: float) -> tuple[Started, list[int]]:
+    """Return a start of a model of four blocks with steps of two branches, and the blocks run in each trial."""
+    calls, per_trial = list[nn.Module](), list[int]()
+    forward, time_s = WanTransformerBlock.forward, Autotuner._time_s
+
+    @wraps(forward)
+    def recorded(block: WanTransformerBlock, *args: Any) -> Any:
+        calls.append(block)
+        return forward(block, *args)
+
+    def counted(tuner: Autotuner, *args: Any) -> float:
+        calls.clear()
+        time = time_s(tuner, *args)
+        per_trial.append(len(calls))
+        return time
+
+    with (
+        patch("engines.planner.forecast.TRIAL_MARGIN", 100.0),
+        patch.object(autotune, "LONG_STEP_S", long_step_s),
+        patch.object(WanTransformerBlock, "forward", recorded),
+        patch.object(Autotuner, "_time_s", counted),
+    ):
+        return start(choosing(folder, 2, "wan"), 1, ALL_NEAR, family="wan"), per_trial
+
+
+def few_blocks_and_all(folder: Path) -> list[tuple[Started, list[int]]]:
+    return [of_few_blocks(folder / str(long_step_s), long_step_s) for long_step_s in (1e-9, 1e9)]
+
+
+def test_a_long_step_is_timed_on_few_blocks_with_the_same_decision(tmp_path: Path) -> None:
+    """Each rank computes one branch of ``guidance2``. Only in short steps are branches timed one after the other."""
+    mine, others = gang(2).run(few_blocks_and_all, tmp_path)
+    assert mine == others
+    (few, blocks_of_few), (every, blocks_of_all) = mine
+    assert blocks_of_few == [MIN_BLOCKS] * 4
+    assert sorted(blocks_of_all) == [2 * 4, 2 * 4, 2 * 4, 2 * 4, 2 * 2 * 4], "two runs beside the timed ones"
+    assert few.num_timed == NUM_TIMED_LONG * len(blocks_of_few)
+    assert replace(few, num_timed=0) == replace(every, num_timed=0), "with the same picture of all blocks"
+    assert (few.strategy, few.at_once) == ("allgather_kv2", "guidance2")
+
+
+class TrialError(RuntimeError):
+    """A trial fails."""
+
+
+def after_a_failed_trial(folder: Path) -> tuple[bool, int]:
+    """Return whether a trial of few blocks that fails left the module as it was, and the blocks that it has."""
+    (branch,), model = models.branches("wan", "even"), models.model("wan")
+    module = model.modules["transformer"]
+    before = model.forward(module, branch.arguments)
+    with patch.object(Autotuner, "_shortest_s", Mock(side_effect=TrialError)), pytest.raises(TrialError):
+        of_few_blocks(folder, 1e-9)
+    return torch.equal(model.forward(module, branch.arguments), before), len(module.blocks)  # type: ignore[arg-type]
+
+
+def test_a_failed_trial_of_few_blocks_leaves_the_module_whole(tmp_path: Path) -> None:
+    assert gang(2).run(after_a_failed_trial, tmp_path) == [(True, 4)] * 2
 
 
 def test_exchanges_that_no_rule_can_shorten_much_are_not_timed() -> None:
