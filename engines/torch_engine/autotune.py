@@ -9,27 +9,24 @@ Steps of a 720p clip take seconds. All blocks of a list are alike, so a few show
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from engines.core.engine import Choosing, RankContext
-from engines.core.estimates import StepEstimates
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec, scheme_of
-from engines.core.storage import HostLock, device_name, file_about, write_atomically, write_once
+from engines.core.storage import HostLock, device_name
 from engines.parallel.collectives import Axis
 from engines.parallel.copies import truncated
 from engines.parallel.division import TeamSpecs
@@ -38,6 +35,7 @@ from engines.parallel.mesh import Team
 from engines.planner.auto import as_predicted, forecasts, lengths_of_choice, possible_team_sizes
 from engines.planner.forecast import StepForecast, estimates_of
 from engines.torch_engine.config import TorchChoices, check_divisible, check_spec, resolve, usual_exchange
+from engines.torch_engine.decision import MIN_BRANCHES, Decision, DecisionFile, Specs
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules, goes_in_parts, meets_peers
 from engines.torch_engine.exchange.peer_memory import reachable
@@ -59,14 +57,10 @@ MIN_BLOCKS = 2
 NUM_TIMED_LONG = 2
 """Timed runs of such blocks. They are not captured: launches hide behind kernels of milliseconds, and a capture costs
 two runs more."""
-MIN_BRANCHES = 2
-"""A decision covers one branch alone and two at once, at least."""
 
 POLL_S, PATIENCE_S = 0.1, 180.0
 """Pause between tries to take the lock, and the longest wait at one start: a clip decoder compiles for minutes."""
 
-Specs = tuple[ParallelSpec, ...]
-"""How a team divides one branch, two at once, and so on."""
 EXCHANGE_FIELDS = ("parts_from_tokens", "peer_memory", "side_streams")
 """Fields of the exchange rules, in the order in which alternatives are timed."""
 
@@ -91,7 +85,8 @@ def autotuned_engine(
     check_divisible(model, "auto", context.num_ranks)
     gang: dict[str, Any] = {"rank": context.rank, "num_ranks": context.num_ranks, "groups": gang_groups()}
     how: dict[str, Any] = {"precision": precision, "attention": attention, "options": options}
-    make, file = partial(TorchEngine, **how), _decision_file(model, choosing, **how)
+    make: Callable[..., TorchEngine] = partial(TorchEngine, **how)
+    file = _decision_file(model, choosing, **how)
     decision = from_rank_0(lambda: file.read(possible_team_sizes(model, context.num_ranks)))
     if decision is not None:
         _log("strategy of an earlier start", decision, file)
@@ -107,18 +102,14 @@ def autotuned_engine(
     timed = model_to_time(model, branches, plans, resolve(model, model.device, **how))
     engine = make(timed, strategy=as_predicted(plans), others=candidates, capture=timed is model)
     tuner = Autotuner(timed, engine, branches, plans, lock, is_whole=timed is model)
-    for size in sizes:
-        tuner.tune_strategy(size)
-    exchange, specs = tuner.fastest_exchange(peer_memory=options.peer_memory == "auto"), engine.division.specs
-    fastest = Decision(specs=specs, exchange=exchange, estimates=estimates_of(plans, specs))
+    fastest = tuner.decide(sizes, peer_memory=options.peer_memory == "auto")
     decision = from_rank_0(lambda: file.write(fastest, tuner.times_ms))
     _log("strategy is decided", decision, file, times_ms=tuner.times_ms)
-    if timed is model and engine.division.has_teams_for(decision.specs):
-        engine.division.use(decision.specs)
-    else:  # blocks were timed, or another gang decided first, for a strategy that was no candidate here
+    if timed is not model or not engine.division.has_teams_for(decision.specs):  # the latter if another gang was first
         fast_weights = engine.fast_weights  # released by close
         engine.close()
         engine = make(model, strategy=decision.specs, fast_weights=fast_weights)
+    engine.division.use(decision.specs)
     return _configured(engine, decision, options)
 
 
@@ -160,90 +151,6 @@ def _configured(engine: TorchEngine, decision: Decision, options: TorchOptions) 
         engine.use(exchange)
     engine.estimates = decision.estimates
     return engine
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """A gang's decision. Older files lack the last two fields."""
-
-    specs: TeamSpecs
-    """How teams of each size divide a step."""
-    exchange: ExchangeRules | None = None
-    """How ranks exchange heads; None: the default."""
-    estimates: StepEstimates | None = None
-    """The cost model's step times for these divisions; None: unknown."""
-
-    def describe(self) -> str:
-        specs = self.specs
-        names = (f"{size}: {' or '.join(spec.name for spec in dict.fromkeys(specs.of(size)))}" for size in specs.sizes)
-        return f"{'; '.join(names)}; exchange {(self.exchange or ExchangeRules()).describe()}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecisionFile:
-    """The file of a decision."""
-
-    folder: Path
-    """Where all decisions are."""
-    name: str
-    """Prefix of the file name, which ends with a digest of the facts."""
-    facts: Mapping[str, str]
-    """Conditions of the decision: model, machine, software and configuration."""
-    check: Callable[[ParallelSpec], None] = lambda _: None
-    """Raises ValueError for a strategy that the model cannot use."""
-
-    @property
-    def path(self) -> Path:
-        return file_about(self.folder, self.name, self.facts)
-
-    def read(self, sizes: tuple[int, ...]) -> Decision | None:
-        """Return the decision on teams of ``sizes``, or None. An unusable file is logged."""
-        try:
-            document = json.loads(self.path.read_text())
-            if document["facts"] != dict(self.facts):
-                raise ValueError("it belongs to another machine, model or software")
-            names = {int(size): named for size, named in document["strategies"].items()}
-            if tuple(sorted(names)) != sizes:
-                raise ValueError(f"it has teams of {sorted(names)} ranks, and those here are of {list(sizes)}")
-            exchange, estimates = document.get("exchange"), document.get("estimates")
-            return Decision(
-                specs=TeamSpecs(by_size={size: self._specs(names[size], size) for size in sizes}),
-                exchange=None if exchange is None else ExchangeRules(**exchange),
-                estimates=None if estimates is None else StepEstimates.of_document(estimates),
-            )
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("decision file %s is unusable and will be rewritten: %s", self.path, error)
-            return None
-
-    def write(self, decision: Decision, times_ms: Mapping[str, float]) -> Decision:
-        """Write ``decision`` unless another gang was first. Return the valid one."""
-        specs, exchange, estimates = decision.specs, decision.exchange, decision.estimates
-        document = {
-            "facts": dict(self.facts),
-            "strategies": {str(size): [spec.name for spec in specs.of(size)] for size in specs.sizes},
-            "exchange": None if exchange is None else asdict(exchange),
-            "estimates": None if estimates is None else estimates.to_document(),
-            "times_ms": dict(times_ms),
-        }
-        data = json.dumps(document, indent=1).encode()
-        try:
-            if not write_once(self.path, data):
-                if first := self.read(specs.sizes):
-                    return first
-                write_atomically(self.path, data)
-        except OSError as error:  # the next start decides again, perhaps differently
-            logger.warning("the decision on a strategy cannot be written to %s: %s", self.path, error)
-        return decision
-
-    def _specs(self, names: list[str], size: int) -> Specs:
-        specs = tuple(ParallelSpec.of(name, size) if size > 1 else ParallelSpec() for name in names)
-        if len(specs) < MIN_BRANCHES or any(spec.num_ranks != size for spec in specs):
-            raise ValueError(f"{names} do not divide steps over {size} ranks")
-        for spec in specs:
-            self.check(spec)
-        return specs
 
 
 def _decision_file(
@@ -289,6 +196,13 @@ class Autotuner:
         self._branches = branches if is_whole else tuple(replace(branch, additions=()) for branch in branches)
         self._lock, self._is_whole = lock, is_whole
         self.times_ms: dict[str, float] = {}
+
+    def decide(self, sizes: Iterable[int], *, peer_memory: bool) -> Decision:
+        """Return the fastest strategies of teams of these ``sizes``, and the fastest exchange."""
+        for size in sizes:
+            self.tune_strategy(size)
+        exchange, specs = self.fastest_exchange(peer_memory=peer_memory), self._engine.division.specs
+        return Decision(specs=specs, exchange=exchange, estimates=estimates_of(self._plans, specs))
 
     def tune_strategy(self, size: int) -> None:
         """Set the fastest division for teams of ``size``. Numbers of branches beyond the step's stay as predicted."""

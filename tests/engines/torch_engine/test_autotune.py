@@ -21,7 +21,6 @@ from torch import nn
 from engines.core.engine import RankContext
 from engines.core.spec import ParallelSpec
 from engines.fast.interface import SideStream
-from engines.parallel.division import TeamSpecs
 from engines.parallel.ulysses import ulysses_in_parts
 from engines.planner.cost_model import Cost
 from engines.registry import load_engine
@@ -31,13 +30,12 @@ from engines.torch_engine.autotune import (
     MIN_BLOCKS,
     NUM_TIMED_LONG,
     Autotuner,
-    Decision,
-    DecisionFile,
     DividedForward,
     alternative,
     is_exchange_negligible,
     overlaps,
 )
+from engines.torch_engine.decision import Decision, DecisionFile
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
@@ -289,49 +287,8 @@ def test_a_file_with_unknown_rules_is_no_use(exchange: Any, tmp_path: Path) -> N
     assert started.exchange == ExchangeRules(parts_from_tokens=40)
 
 
-DECISION = Decision(specs=TeamSpecs(by_size={2: (ParallelSpec.of("ulysses", 2), ParallelSpec.of("ring", 2))}))
-
-
-def test_a_decision_that_does_not_suit_the_model_is_replaced(tmp_path: Path) -> None:
-    def check(spec: ParallelSpec) -> None:
-        if spec.ring > 1:
-            raise ValueError("no rings")
-
-    file = DecisionFile(folder=tmp_path, name="tiny", facts={})
-    file.write(DECISION, {})
-    assert file.read((2,)) == DECISION
-    strict = replace(file, check=check)
-    assert strict.read((2,)) is None
-    other = Decision(specs=TeamSpecs(by_size={2: (ParallelSpec.of("ulysses", 2),) * 2}))
-    assert strict.write(other, {}) is other
-    assert strict.read((2,)) == other
-
-
-@pytest.mark.parametrize("name", ["taken/tiny", "t" * 300])
-def test_a_folder_that_takes_no_file_costs_a_warning(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "taken").touch()
-    file = DecisionFile(folder=tmp_path, name=name, facts={})
-    assert file.read((2,)) is None
-    assert file.write(DECISION, {}) is DECISION
-    assert "cannot be written" in caplog.text
-
-
 def test_two_gangs_that_start_at_once_decide_the_same(tmp_path: Path) -> None:
     assert gang(2).run(race, tmp_path) == ["allgather_kv2"] * 2
-
-
-def test_attention_in_float8_is_decided_on_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it, files are named as before there was a choice."""
-    monkeypatch.setattr(autotune, "from_all_ranks", lambda value: [value])
-    model, how, options = models.model("flux"), choosing(tmp_path), TorchOptions()
-    auto, fp8 = (autotune._decision_file(model, how, "native", each, options) for each in ("auto", "fp8"))
-    assert "attention" not in auto.facts
-    assert fp8.facts == {**auto.facts, "attention": "fp8"}
-    assert fp8.path != auto.path
-    on_host = autotune._decision_file(model, how, "native", "auto", TorchOptions(originals_on_host=True))
-    assert on_host.facts == {**auto.facts, "originals_on_host": "True"}, "other strategies fit"
 
 
 def race(folder: Path) -> str:

@@ -70,9 +70,7 @@ def choosing(folder: Path, num_branches: int = 1, family: str = "flux", **fields
     return Choosing(typical_step=step, **named)  # type: ignore[arg-type]
 
 
-def start(
-    how: Choosing, seed: int, times: Times, options: TorchOptions | None = None, family: str = "flux"
-) -> Started:
+def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None = None, family: str = "flux") -> Started:
     """A gang that starts now."""
     num_timed = 0
     noise = random.Random(100 * seed + dist.get_rank())
