@@ -19,6 +19,7 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from engines.core.engine import RankContext
+from engines.core.model import DenoiserModel
 from engines.core.spec import ParallelSpec
 from engines.fast.interface import SideStream
 from engines.parallel.ulysses import ulysses_in_parts
@@ -33,8 +34,10 @@ from engines.torch_engine.autotune import (
     DividedForward,
     alternative,
     is_exchange_negligible,
+    model_to_time,
     overlaps,
 )
+from engines.torch_engine.config import TorchChoices
 from engines.torch_engine.decision import Decision, DecisionFile
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules
@@ -147,7 +150,9 @@ def of_few_blocks(folder: Path, long_step_s: float) -> tuple[Started, list[int]]
         patch.object(WanTransformerBlock, "forward", recorded),
         patch.object(Autotuner, "_time_s", counted),
     ):
-        return start(choosing(folder, 2, "wan"), 1, ALL_NEAR, family="wan"), per_trial
+        step, additions = choosing(folder, 2, "wan"), () if long_step_s > 1 else (("of no trial", 1.0),)
+        branches = tuple(replace(branch, additions=additions) for branch in step.typical_step())
+        return start(replace(step, typical_step=lambda: branches), 1, ALL_NEAR, family="wan"), per_trial
 
 
 def few_blocks_and_all(folder: Path) -> list[tuple[Started, list[int]]]:
@@ -164,6 +169,26 @@ def test_a_long_step_is_timed_on_few_blocks_with_the_same_decision(tmp_path: Pat
     assert few.num_timed == NUM_TIMED_LONG * len(blocks_of_few)
     assert replace(few, num_timed=0) == replace(every, num_timed=0), "with the same picture of all blocks"
     assert (few.strategy, few.at_once) == ("allgather_kv2", "guidance2")
+
+
+def test_only_plain_blocks_of_long_steps_are_cut() -> None:
+    whole = replace(models.model("wan"), additions={"style": {}}, additions_change=True)
+
+    def timed(total_ms: float, strategy: str = "ulysses", **config: Any) -> DenoiserModel:
+        cost = SimpleNamespace(total_ms=total_ms, spec=ParallelSpec.of(strategy, 2))
+        plans: Any = {2: [SimpleNamespace(chosen=cost)]}
+        return model_to_time(whole, models.branches("wan", "even"), plans, TorchChoices(**config))
+
+    def num_blocks(model: DenoiserModel) -> int:
+        return len(model.plan.blocks_of(model.modules["transformer"]))
+
+    assert [num_blocks(timed(total_ms)) for total_ms in (900, 1100, 1e6)] == [3, 2, MIN_BLOCKS]
+    assert not timed(900).switches
+    assert timed(600) is whole
+    assert timed(400) is whole
+    assert timed(1e6, "tensor") is whole
+    assert timed(1e6, fast=True) is whole
+    assert timed(1e6, offloaded_blocks=1) is whole
 
 
 class TrialError(RuntimeError):
