@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from engines.additions import touch_copies
 from engines.core.engine import Choosing, RankContext
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel
@@ -100,6 +101,8 @@ def autotuned_engine(
     sizes = [size for size in plans if size > 1 and (choosing.every_team or size == max(plans))] if branches else []
     candidates = (spec for size in sizes for plan in plans[size] for spec in plan.shortlist())
     timed = model_to_time(model, branches, plans, resolve(model, model.device, **how))
+    if timed is not model and options.originals_on_host:  # which trials of blocks leave out
+        touch_copies(model)
     engine = make(timed, strategy=as_predicted(plans), others=candidates, capture=timed is model)
     tuner = Autotuner(timed, engine, branches, plans, lock, is_whole=timed is model)
     fastest = tuner.decide(sizes, peer_memory=options.peer_memory == "auto")

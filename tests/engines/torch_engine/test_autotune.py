@@ -19,7 +19,9 @@ from diffusers.models.transformers.transformer_wan import WanTransformerBlock
 from torch import nn
 
 from engines.core.engine import RankContext
+from engines.core.host_copy import TouchedMemory
 from engines.core.model import DenoiserModel
+from engines.core.resources import rank_resources
 from engines.core.spec import ParallelSpec
 from engines.fast.interface import SideStream
 from engines.parallel.ulysses import ulysses_in_parts
@@ -131,6 +133,7 @@ ALL_NEAR = Times(strategies_ms={"ring2": 714.0, "allgather_kv2": 616.0, "ulysses
 def of_few_blocks(folder: Path, long_step_s: float) -> tuple[Started, list[int]]:
     """Return a start of a model of four blocks with steps of two branches, and the blocks run in each trial."""
     calls, per_trial = list[nn.Module](), list[int]()
+    memory = rank_resources().get(TouchedMemory)
     forward, time_s = WanTransformerBlock.forward, Autotuner._time_s
 
     @wraps(forward)
@@ -149,10 +152,15 @@ def of_few_blocks(folder: Path, long_step_s: float) -> tuple[Started, list[int]]
         patch.object(autotune, "LONG_STEP_S", long_step_s),
         patch.object(WanTransformerBlock, "forward", recorded),
         patch.object(Autotuner, "_time_s", counted),
+        patch.object(autotune, "touch_copies", side_effect=lambda _: memory.prepare(1)) as touch,
     ):
         step, additions = choosing(folder, 2, "wan"), () if long_step_s > 1 else (("of no trial", 1.0),)
         branches = tuple(replace(branch, additions=additions) for branch in step.typical_step())
-        return start(replace(step, typical_step=lambda: branches), 1, ALL_NEAR, family="wan"), per_trial
+        options, step = TorchOptions(originals_on_host=True), replace(step, typical_step=lambda: branches)
+        started = start(step, 1, ALL_NEAR, options, family="wan")
+    assert touch.call_count == (long_step_s < 1), "while blocks are timed, which have no copies"
+    assert memory.num_bytes == 0, "what no copy took is released"
+    return started, per_trial
 
 
 def few_blocks_and_all(folder: Path) -> list[tuple[Started, list[int]]]:
