@@ -128,14 +128,13 @@ def model_to_time(
     originals would be copied. Hand-ordered steps, which arrange weights anew, and offloaded blocks are timed whole.
     So are steps whose blocks or weights are divided.
     """
-    whole_gang = plans[max(plans)]
-    divides_weights = any(plan.chosen.spec.divides_weights for plan in whole_gang)
+    divides_weights = any(plan.chosen.spec.divides_weights for several in plans.values() for plan in several)
     if not branches or config.fast or config.offloaded_blocks or divides_weights:
         return model
     modules = {branch.module: model.modules[branch.module] for branch in branches}
     plain = replace(model, modules=modules, additions={}, additions_change=False)
     most = _most_blocks(plain)
-    num_blocks = max(MIN_BLOCKS, math.ceil(most * 1e3 * LONG_STEP_S / whole_gang[0].chosen.total_ms))
+    num_blocks = max(MIN_BLOCKS, math.ceil(most * 1e3 * LONG_STEP_S / plans[max(plans)][0].chosen.total_ms))
     if num_blocks >= most:
         return model
     logger.info("long steps are timed on their first blocks", extra={"num_blocks": num_blocks, "of": most})
