@@ -37,6 +37,36 @@ class HostPiece:
     """Whether the kernel never swaps them out, and on a GPU host CUDA knows them."""
 
 
+class TouchedMemory:
+    """Host memory, by size, whose pages background threads touch before it is pinned, without a call to CUDA."""
+
+    def __init__(self, threads: ThreadPoolExecutor | None = None) -> None:
+        self._threads = threads or ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="touching")
+        self._pieces: list[tuple[int, Future[RegisteredMemory]]] = []
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were not taken yet."""
+        return sum(size for size, _ in self._pieces)
+
+    def prepare(self, size: int) -> None:
+        """Begin to touch ``size`` bytes. Returns at once."""
+        self._pieces.append((size, self._threads.submit(touched_memory, size)))
+
+    def take(self, size: int) -> Future[RegisteredMemory]:
+        """Return memory of ``prepare``, or begin to touch it now."""
+        for number, (known, _) in enumerate(self._pieces):
+            if known == size:
+                return self._pieces.pop(number)[1]
+        return self._threads.submit(touched_memory, size)
+
+    def clear(self) -> None:
+        """Release what was not taken."""
+        for _, unused in self._pieces:
+            unused.cancel()
+        self._pieces.clear()
+
+
 class HostCopy:
     """Host memory of a copy, allocated in the background.
 
@@ -47,9 +77,8 @@ class HostCopy:
         self._device, self._folder = device, folder
         self._pieces: list[Future[HostPiece]] = []
         self._sizes: list[int] = []
-        self._touched: list[tuple[int, Future[RegisteredMemory]]] = []
-        """Memory that is not pinned yet, with its size."""
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pinning")
+        self._touched = TouchedMemory(self._threads)
 
     @property
     def num_bytes(self) -> int:
@@ -63,10 +92,10 @@ class HostCopy:
 
     def prepare(self, num_bytes: int, *, pinned_bytes: int | None) -> None:
         """Begin to touch what ``reserve`` would pin, without a call to CUDA: a graph may be captured meanwhile."""
-        begin = self.num_bytes + sum(size for size, _ in self._touched)
+        begin = self.num_bytes + self._touched.num_bytes
         for size, is_pinned in _piece_sizes(begin, num_bytes, pinned_bytes):
             if is_pinned:
-                self._touched.append((size, self._threads.submit(touched_memory, size)))
+                self._touched.prepare(size)
 
     def reserve(self, num_bytes: int, *, pinned_bytes: int | None) -> None:
         """Begin to allocate what is missing of ``num_bytes``. At most ``pinned_bytes`` of all are pinned (None: all).
@@ -75,19 +104,11 @@ class HostCopy:
         ``copy`` or ``fill`` if the file does not fit its disk.
         """
         missing = [*_piece_sizes(self.num_bytes, num_bytes, pinned_bytes)]
-        touched = [self._take_touched(size) if is_pinned else None for size, is_pinned in missing]
-        for _, unused in self._touched:
-            unused.cancel()
+        touched = [self._touched.take(size) if is_pinned else None for size, is_pinned in missing]
         self._touched.clear()
         for (size, _), memory in zip(missing, touched, strict=True):
             self._sizes.append(size)
             self._pieces.append(self._threads.submit(self._allocate, size, memory))
-
-    def _take_touched(self, size: int) -> Future[RegisteredMemory]:
-        for number, (known, _) in enumerate(self._touched):
-            if known == size:
-                return self._touched.pop(number)[1]
-        return self._threads.submit(touched_memory, size)
 
     def copy(self, spans: Sequence[Tensor]) -> None:
         """Copy ``spans`` (uint8, one dim) to the host. They fit into ``num_bytes``."""

@@ -3,37 +3,40 @@
 The cost model is calibrated at each start, and divisions that it ranks equal may differ by a sixth. So the choice is
 made once per machine and model: a rebuilt gang gives a seed the same bytes. All ranks of a gang call the functions of
 this module together and get the same results.
+
+Steps of a 720p clip take seconds. All blocks of a list are alike, so a few show how divisions of such a step compare.
 """
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from engines.additions import touch_copies
 from engines.core.engine import Choosing, RankContext
-from engines.core.estimates import StepEstimates
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch, DenoiserModel
 from engines.core.spec import ParallelSpec, scheme_of
-from engines.core.storage import HostLock, device_name, file_about, write_atomically, write_once
+from engines.core.storage import HostLock, device_name
 from engines.parallel.collectives import Axis
+from engines.parallel.copies import truncated
 from engines.parallel.division import TeamSpecs
 from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Team
 from engines.planner.auto import as_predicted, forecasts, lengths_of_choice, possible_team_sizes
 from engines.planner.forecast import StepForecast, estimates_of
-from engines.torch_engine.config import check_divisible, check_spec, usual_exchange
+from engines.torch_engine.config import TorchChoices, check_divisible, check_spec, resolve, usual_exchange
+from engines.torch_engine.decision import MIN_BRANCHES, Decision, DecisionFile, Specs
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules, goes_in_parts, meets_peers
 from engines.torch_engine.exchange.peer_memory import reachable
@@ -47,15 +50,18 @@ NOISE = 0.03
 NUM_TIMED = 5
 """Timed steps of a candidate, after an untimed one. The shortest counts: other load can only add time."""
 LONG_STEP_S = 0.5
-"""A step that takes longer is timed once: steps of a 720p clip take ten seconds, and a start would take minutes."""
-MIN_BRANCHES = 2
-"""A decision covers one branch alone and two at once, at least."""
+"""If a step is predicted to take longer, only its first blocks are timed: as many as take this long by prediction.
+
+A whole step that takes longer, whatever was predicted, is timed once."""
+MIN_BLOCKS = 2
+"""Blocks of each list that are timed of a long step, at least."""
+NUM_TIMED_LONG = 2
+"""Timed runs of such blocks. They are not captured: launches hide behind kernels of milliseconds, and a capture costs
+two runs more."""
 
 POLL_S, PATIENCE_S = 0.1, 180.0
 """Pause between tries to take the lock, and the longest wait at one start: a clip decoder compiles for minutes."""
 
-Specs = tuple[ParallelSpec, ...]
-"""How a team divides one branch, two at once, and so on."""
 EXCHANGE_FIELDS = ("parts_from_tokens", "peer_memory", "side_streams")
 """Fields of the exchange rules, in the order in which alternatives are timed."""
 
@@ -79,12 +85,13 @@ def autotuned_engine(
     """
     check_divisible(model, "auto", context.num_ranks)
     gang: dict[str, Any] = {"rank": context.rank, "num_ranks": context.num_ranks, "groups": gang_groups()}
-    make = partial(TorchEngine, model, precision=precision, attention=attention, options=options)
-    file = _decision_file(model, choosing, precision, attention, options)
+    how: dict[str, Any] = {"precision": precision, "attention": attention, "options": options}
+    make: Callable[..., TorchEngine] = partial(TorchEngine, **how)
+    file = _decision_file(model, choosing, **how)
     decision = from_rank_0(lambda: file.read(possible_team_sizes(model, context.num_ranks)))
     if decision is not None:
         _log("strategy of an earlier start", decision, file)
-        return _configured(make(strategy=decision.specs), decision, options)
+        return _configured(make(model, strategy=decision.specs), decision, options)
     step, lock = choosing.typical_step(), GangLock(choosing.lock)
     gang |= {"device": model.device, "originals_on_host": options.originals_on_host}
     gang |= {"precision": scheme_of(precision) or "native", "num_branches": max(len(step), MIN_BRANCHES)}
@@ -93,21 +100,45 @@ def autotuned_engine(
     branches = step if model.weights is None else ()
     sizes = [size for size in plans if size > 1 and (choosing.every_team or size == max(plans))] if branches else []
     candidates = (spec for size in sizes for plan in plans[size] for spec in plan.shortlist())
-    engine = make(strategy=as_predicted(plans), others=candidates)
-    tuner = Autotuner(model, engine, branches, plans, lock)
-    for size in sizes:
-        tuner.tune_strategy(size)
-    exchange, specs = tuner.fastest_exchange(peer_memory=options.peer_memory == "auto"), engine.division.specs
-    fastest = Decision(specs=specs, exchange=exchange, estimates=estimates_of(plans, specs))
+    timed = model_to_time(model, branches, plans, resolve(model, model.device, **how))
+    if timed is not model and options.originals_on_host:  # which trials of blocks leave out
+        touch_copies(model)
+    engine = make(timed, strategy=as_predicted(plans), others=candidates, capture=timed is model)
+    tuner = Autotuner(timed, engine, branches, plans, lock, is_whole=timed is model)
+    fastest = tuner.decide(sizes, peer_memory=options.peer_memory == "auto")
     decision = from_rank_0(lambda: file.write(fastest, tuner.times_ms))
     _log("strategy is decided", decision, file, times_ms=tuner.times_ms)
-    if engine.division.has_teams_for(decision.specs):
-        engine.division.use(decision.specs)
-    else:  # another gang decided first, for a strategy that was no candidate here
+    if timed is not model or not engine.division.has_teams_for(decision.specs):  # the latter if another gang was first
         fast_weights = engine.fast_weights  # released by close
         engine.close()
-        engine = make(strategy=decision.specs, fast_weights=fast_weights)
+        engine = make(model, strategy=decision.specs, fast_weights=fast_weights)
+    engine.division.use(decision.specs)
     return _configured(engine, decision, options)
+
+
+def model_to_time(
+    model: DenoiserModel,
+    branches: tuple[Branch, ...],
+    plans: Mapping[int, tuple[StepForecast, ...]],
+    config: TorchChoices,
+) -> DenoiserModel:
+    """Return ``model``, or its first blocks if steps of ``branches`` are long by prediction, on the whole gang too.
+
+    The blocks share the tensors of ``model``, which stays as it is. They have no additions: these change no time, and
+    originals would be copied. Hand-ordered steps, which arrange weights anew, and offloaded blocks are timed whole.
+    So are steps whose blocks or weights are divided.
+    """
+    divides_weights = any(plan.chosen.spec.divides_weights for several in plans.values() for plan in several)
+    if not branches or config.fast or config.offloaded_blocks or divides_weights:
+        return model
+    modules = {branch.module: model.modules[branch.module] for branch in branches}
+    plain = replace(model, modules=modules, additions={}, additions_change=False)
+    most = _most_blocks(plain)
+    num_blocks = max(MIN_BLOCKS, math.ceil(most * 1e3 * LONG_STEP_S / plans[max(plans)][0].chosen.total_ms))
+    if num_blocks >= most:
+        return model
+    logger.info("long steps are timed on their first blocks", extra={"num_blocks": num_blocks, "of": most})
+    return truncated(plain, num_blocks)
 
 
 def _log(message: str, decision: Decision, file: DecisionFile, **fields: object) -> None:
@@ -122,90 +153,6 @@ def _configured(engine: TorchEngine, decision: Decision, options: TorchOptions) 
         engine.use(exchange)
     engine.estimates = decision.estimates
     return engine
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decision:
-    """A gang's decision. Older files lack the last two fields."""
-
-    specs: TeamSpecs
-    """How teams of each size divide a step."""
-    exchange: ExchangeRules | None = None
-    """How ranks exchange heads; None: the default."""
-    estimates: StepEstimates | None = None
-    """The cost model's step times for these divisions; None: unknown."""
-
-    def describe(self) -> str:
-        specs = self.specs
-        names = (f"{size}: {' or '.join(spec.name for spec in dict.fromkeys(specs.of(size)))}" for size in specs.sizes)
-        return f"{'; '.join(names)}; exchange {(self.exchange or ExchangeRules()).describe()}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DecisionFile:
-    """The file of a decision."""
-
-    folder: Path
-    """Where all decisions are."""
-    name: str
-    """Prefix of the file name, which ends with a digest of the facts."""
-    facts: Mapping[str, str]
-    """Conditions of the decision: model, machine, software and configuration."""
-    check: Callable[[ParallelSpec], None] = lambda _: None
-    """Raises ValueError for a strategy that the model cannot use."""
-
-    @property
-    def path(self) -> Path:
-        return file_about(self.folder, self.name, self.facts)
-
-    def read(self, sizes: tuple[int, ...]) -> Decision | None:
-        """Return the decision on teams of ``sizes``, or None. An unusable file is logged."""
-        try:
-            document = json.loads(self.path.read_text())
-            if document["facts"] != dict(self.facts):
-                raise ValueError("it belongs to another machine, model or software")
-            names = {int(size): named for size, named in document["strategies"].items()}
-            if tuple(sorted(names)) != sizes:
-                raise ValueError(f"it has teams of {sorted(names)} ranks, and those here are of {list(sizes)}")
-            exchange, estimates = document.get("exchange"), document.get("estimates")
-            return Decision(
-                specs=TeamSpecs(by_size={size: self._specs(names[size], size) for size in sizes}),
-                exchange=None if exchange is None else ExchangeRules(**exchange),
-                estimates=None if estimates is None else StepEstimates.of_document(estimates),
-            )
-        except FileNotFoundError:
-            return None
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            logger.warning("decision file %s is unusable and will be rewritten: %s", self.path, error)
-            return None
-
-    def write(self, decision: Decision, times_ms: Mapping[str, float]) -> Decision:
-        """Write ``decision`` unless another gang was first. Return the valid one."""
-        specs, exchange, estimates = decision.specs, decision.exchange, decision.estimates
-        document = {
-            "facts": dict(self.facts),
-            "strategies": {str(size): [spec.name for spec in specs.of(size)] for size in specs.sizes},
-            "exchange": None if exchange is None else asdict(exchange),
-            "estimates": None if estimates is None else estimates.to_document(),
-            "times_ms": dict(times_ms),
-        }
-        data = json.dumps(document, indent=1).encode()
-        try:
-            if not write_once(self.path, data):
-                if first := self.read(specs.sizes):
-                    return first
-                write_atomically(self.path, data)
-        except OSError as error:  # the next start decides again, perhaps differently
-            logger.warning("the decision on a strategy cannot be written to %s: %s", self.path, error)
-        return decision
-
-    def _specs(self, names: list[str], size: int) -> Specs:
-        specs = tuple(ParallelSpec.of(name, size) if size > 1 else ParallelSpec() for name in names)
-        if len(specs) < MIN_BRANCHES or any(spec.num_ranks != size for spec in specs):
-            raise ValueError(f"{names} do not divide steps over {size} ranks")
-        for spec in specs:
-            self.check(spec)
-        return specs
 
 
 def _decision_file(
@@ -225,8 +172,17 @@ def _decision_file(
     return DecisionFile(folder=choosing.folder, name=choosing.name, facts=facts, check=check)
 
 
+def _most_blocks(model: DenoiserModel) -> int:
+    """Return the length of the longest list of blocks; 0 without one."""
+    lists = (module.get_submodule(own) for module in model.modules.values() for own in model.plan.blocks)
+    return max((len([*each.children()]) for each in lists), default=0)
+
+
 class Autotuner:
-    """Times candidates in the steps of ``branches``. ``plans`` are forecasts by team size, for one branch and more."""
+    """Times candidates in the steps of ``branches``. ``plans`` are forecasts by team size, for one branch and more.
+
+    ``is_whole``: the model has all its blocks; otherwise its steps are long (``model_to_time``).
+    """
 
     def __init__(
         self,
@@ -235,10 +191,20 @@ class Autotuner:
         branches: tuple[Branch, ...],
         plans: Mapping[int, tuple[StepForecast, ...]],
         lock: GangLock,
+        *,
+        is_whole: bool = True,
     ) -> None:
-        self._model, self._engine, self._branches = model, engine, branches
-        self._plans, self._lock = plans, lock
+        self._model, self._engine, self._plans = model, engine, plans
+        self._branches = branches if is_whole else tuple(replace(branch, additions=()) for branch in branches)
+        self._lock, self._is_whole = lock, is_whole
         self.times_ms: dict[str, float] = {}
+
+    def decide(self, sizes: Iterable[int], *, peer_memory: bool) -> Decision:
+        """Return the fastest strategies of teams of these ``sizes``, and the fastest exchange."""
+        for size in sizes:
+            self.tune_strategy(size)
+        exchange, specs = self.fastest_exchange(peer_memory=peer_memory), self._engine.division.specs
+        return Decision(specs=specs, exchange=exchange, estimates=estimates_of(self._plans, specs))
 
     def tune_strategy(self, size: int) -> None:
         """Set the fastest division for teams of ``size``. Numbers of branches beyond the step's stay as predicted."""
@@ -252,7 +218,8 @@ class Autotuner:
                 specs = tuple(spec if number in (1, spec.guidance) else best[-1] for spec in plan.shortlist())
             times_s = dict.fromkeys(((*best, spec) for spec in specs), 0.0)
             for candidate in times_s if len(times_s) > 1 else ():
-                if alone_s > LONG_STEP_S and candidate[-1].guidance == 1:  # one branch after the other
+                is_long = alone_s > (LONG_STEP_S if self._is_whole else 0.0)
+                if is_long and candidate[-1].guidance == 1:  # one branch after the other
                     times_s[candidate] = number * alone_s
                     continue
                 division.use(TeamSpecs(by_size={**division.specs.by_size, size: candidate}))
@@ -304,14 +271,17 @@ class Autotuner:
         engine = self._engine
         for _ in range(RUNS_BEFORE_CAPTURE):
             engine.predict(branches, ranks)
-        if self._shortest_s(branches, ranks, 1) > LONG_STEP_S:  # which captures the step
+        if not self._is_whole:
+            time_s = self._shortest_s(branches, ranks, NUM_TIMED_LONG)
+        elif self._shortest_s(branches, ranks, 1) > LONG_STEP_S:  # which captures the step
             time_s = self._shortest_s(branches, ranks, 1)
         else:
             engine.predict(branches, ranks)
             time_s = self._shortest_s(branches, ranks, NUM_TIMED, num_untimed=1)
         engine.release_steps()
         name = engine.division.team(ranks, len(branches)).spec.name
-        self.times_ms[f"{name} on {len(ranks)}, branches: {len(branches)}{exchange}"] = round(1e3 * time_s, 3)
+        blocks = "" if self._is_whole else f", first {_most_blocks(self._model)} blocks"
+        self.times_ms[f"{name} on {len(ranks)}, branches: {len(branches)}{exchange}{blocks}"] = round(1e3 * time_s, 3)
         return time_s
 
     def _shortest_s(

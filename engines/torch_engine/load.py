@@ -9,7 +9,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from engines.core.engine import Choosing
+from engines.core.host_copy import TouchedMemory
 from engines.core.model import Branch, DenoiserModel, with_attention
+from engines.core.resources import rank_resources
 from engines.parallel.self_check import check_attention, self_check
 from engines.torch_engine.autotune import autotuned_engine
 from engines.torch_engine.checks import (
@@ -72,6 +74,7 @@ def load_torch_engine(
     else:
         for one in ("", *attentions):
             _check(engine, with_attention(model.probe(), one), context, one)
+    rank_resources().get(TouchedMemory).clear()
     return engine
 
 

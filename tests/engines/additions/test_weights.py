@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from engines import additions
-from engines.additions import SwitchTimes, WeightSwitch, add_products, merge, slice_low_rank
+from engines.additions import SwitchTimes, WeightSwitch, add_products, merge, slice_low_rank, touch_copies
 from engines.core.engine import EngineChoice
+from engines.core.host_copy import TouchedMemory
 from engines.core.model import Addition, LowRank, Mix, normal_mix
 from engines.core.resources import rank_resources
 from engines.core.spec import Scheme
@@ -20,6 +22,7 @@ from engines.fast.gemm import Float8Gemm, WeightPart
 from engines.parallel.weight_files import Slice
 from engines.quantization.linear import LAYERS
 from engines.registry import check_engine
+from tests.engines.support import models
 
 ROWS, COLUMNS = 12, 10
 
@@ -332,6 +335,20 @@ def test_a_module_that_no_addition_changes_has_no_changes_to_time() -> None:
     for mix in ((("one", 1.0),), ()):
         switch.set("other", "whole", mix)
     assert times.take_ms() == 0
+
+
+def test_copies_on_the_host_lie_in_memory_that_was_touched_before() -> None:
+    memory, layer = rank_resources().get(TouchedMemory), linear()
+    memory.clear()
+    model = replace(models.model("flux"), modules={"m": layer, "other": linear()}, additions=ADDITIONS)
+    touch_copies(replace(model, additions_change=True))
+    assert memory.num_bytes == layer.weight.nbytes, "no memory for weights that only later additions may change"
+    switch = switch_of(layer, on_host=True)
+    assert memory.num_bytes == 0
+    base = layer.weight.clone()
+    for mix in ((("one", 1.0),), ()):
+        switch.set("m", "whole", mix)
+    assert layer.weight.equal(base)
 
 
 @pytest.mark.gpu

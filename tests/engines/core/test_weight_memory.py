@@ -229,7 +229,7 @@ def test_touched_memory_is_the_one_that_is_pinned(
         for _ in range(2):
             memory.prepare(limit)
         assert memory._host is not None
-        wait([touched for _, touched in memory._host._touched])
+        wait([touched for _, touched in memory._host._touched._pieces])
         assert (sorted(map(len, made), reverse=True), pins) == (sizes, [])
         memory.reserve(limit)
         assert set(addresses(memory)) == {torch.frombuffer(one, dtype=torch.uint8).data_ptr() for one in made}
@@ -252,7 +252,7 @@ def test_touched_memory_that_is_not_needed_is_released(tmp_path: Path, small_pie
     host = HostCopy(CPU, tmp_path)
     with patch.object(host_copy, "touched_memory", noted):
         host.prepare(10_000, pinned_bytes=5_500)
-        wait([touched for _, touched in host._touched])
+        wait([touched for _, touched in host._touched._pieces])
         host.reserve(10_000, pinned_bytes=2_000)
     assert host.pinned_bytes == 2_000
     gc.collect()

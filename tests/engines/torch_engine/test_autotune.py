@@ -6,32 +6,41 @@ import json
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from diffusers.models.transformers.transformer_wan import WanTransformerBlock
+from torch import nn
 
 from engines.core.engine import RankContext
+from engines.core.host_copy import TouchedMemory
+from engines.core.model import DenoiserModel
+from engines.core.resources import rank_resources
 from engines.core.spec import ParallelSpec
 from engines.fast.interface import SideStream
-from engines.parallel.division import TeamSpecs
 from engines.parallel.ulysses import ulysses_in_parts
 from engines.planner.cost_model import Cost
 from engines.registry import load_engine
 from engines.torch_engine import autotune
 from engines.torch_engine.autotune import (
     EXCHANGE_FIELDS,
-    Decision,
-    DecisionFile,
+    MIN_BLOCKS,
+    NUM_TIMED_LONG,
+    Autotuner,
     DividedForward,
     alternative,
     is_exchange_negligible,
+    model_to_time,
     overlaps,
 )
+from engines.torch_engine.config import TorchChoices
+from engines.torch_engine.decision import Decision, DecisionFile
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
@@ -116,6 +125,96 @@ def test_long_steps_are_timed_once_and_branches_in_turn_never(tmp_path: Path) ->
     for found in gang(2).run(of_long_steps, tmp_path):
         assert (found.strategy, found.at_once) == ("allgather_kv2", "allgather_kv2")
         assert found.num_timed == 2 * len(("ring2", "allgather_kv2", "ulysses2", "guidance2"))
+
+
+ALL_NEAR = Times(strategies_ms={"ring2": 714.0, "allgather_kv2": 616.0, "ulysses2": 714.0, "guidance2": 500.0})
+
+
+def of_few_blocks(folder: Path, long_step_s: float) -> tuple[Started, list[int]]:
+    """Return a start of a model of four blocks with steps of two branches, and the blocks run in each trial."""
+    calls, per_trial = list[nn.Module](), list[int]()
+    memory = rank_resources().get(TouchedMemory)
+    forward, time_s = WanTransformerBlock.forward, Autotuner._time_s
+
+    @wraps(forward)
+    def recorded(block: WanTransformerBlock, *args: Any) -> Any:
+        calls.append(block)
+        return forward(block, *args)
+
+    def counted(tuner: Autotuner, *args: Any) -> float:
+        calls.clear()
+        time = time_s(tuner, *args)
+        per_trial.append(len(calls))
+        return time
+
+    with (
+        patch("engines.planner.forecast.TRIAL_MARGIN", 100.0),
+        patch.object(autotune, "LONG_STEP_S", long_step_s),
+        patch.object(WanTransformerBlock, "forward", recorded),
+        patch.object(Autotuner, "_time_s", counted),
+        patch.object(autotune, "touch_copies", side_effect=lambda _: memory.prepare(1)) as touch,
+    ):
+        step, additions = choosing(folder, 2, "wan"), () if long_step_s > 1 else (("of no trial", 1.0),)
+        branches = tuple(replace(branch, additions=additions) for branch in step.typical_step())
+        options, step = TorchOptions(originals_on_host=True), replace(step, typical_step=lambda: branches)
+        started = start(step, 1, ALL_NEAR, options, family="wan")
+    assert touch.call_count == (long_step_s < 1), "while blocks are timed, which have no copies"
+    assert memory.num_bytes == 0, "what no copy took is released"
+    return started, per_trial
+
+
+def few_blocks_and_all(folder: Path) -> list[tuple[Started, list[int]]]:
+    return [of_few_blocks(folder / str(long_step_s), long_step_s) for long_step_s in (1e-9, 1e9)]
+
+
+def test_a_long_step_is_timed_on_few_blocks_with_the_same_decision(tmp_path: Path) -> None:
+    """Each rank computes one branch of ``guidance2``. Only in short steps are branches timed one after the other."""
+    mine, others = gang(2).run(few_blocks_and_all, tmp_path)
+    assert mine == others
+    (few, blocks_of_few), (every, blocks_of_all) = mine
+    assert blocks_of_few == [MIN_BLOCKS] * 4
+    assert sorted(blocks_of_all) == [2 * 4, 2 * 4, 2 * 4, 2 * 4, 2 * 2 * 4], "two runs beside the timed ones"
+    assert few.num_timed == NUM_TIMED_LONG * len(blocks_of_few)
+    assert replace(few, num_timed=0) == replace(every, num_timed=0), "with the same picture of all blocks"
+    assert (few.strategy, few.at_once) == ("allgather_kv2", "guidance2")
+
+
+def test_only_plain_blocks_of_long_steps_are_cut() -> None:
+    whole = replace(models.model("wan"), additions={"style": {}}, additions_change=True)
+
+    def timed(total_ms: float, strategy: str = "ulysses", **config: Any) -> DenoiserModel:
+        cost = SimpleNamespace(total_ms=total_ms, spec=ParallelSpec.of(strategy, 2))
+        plans: Any = {2: [SimpleNamespace(chosen=cost)]}
+        return model_to_time(whole, models.branches("wan", "even"), plans, TorchChoices(**config))
+
+    def num_blocks(model: DenoiserModel) -> int:
+        return len(model.plan.blocks_of(model.modules["transformer"]))
+
+    assert [num_blocks(timed(total_ms)) for total_ms in (900, 1100, 1e6)] == [3, 2, MIN_BLOCKS]
+    assert not timed(900).switches
+    assert timed(600) is whole
+    assert timed(400) is whole
+    assert timed(1e6, "tensor") is whole
+    assert timed(1e6, fast=True) is whole
+    assert timed(1e6, offloaded_blocks=1) is whole
+
+
+class TrialError(RuntimeError):
+    """A trial fails."""
+
+
+def after_a_failed_trial(folder: Path) -> tuple[bool, int]:
+    """Return whether a trial of few blocks that fails left the module as it was, and the blocks that it has."""
+    (branch,), model = models.branches("wan", "even"), models.model("wan")
+    module = model.modules["transformer"]
+    before = model.forward(module, branch.arguments)
+    with patch.object(Autotuner, "_shortest_s", Mock(side_effect=TrialError)), pytest.raises(TrialError):
+        of_few_blocks(folder, 1e-9)
+    return torch.equal(model.forward(module, branch.arguments), before), len(module.blocks)  # type: ignore[arg-type]
+
+
+def test_a_failed_trial_of_few_blocks_leaves_the_module_whole(tmp_path: Path) -> None:
+    assert gang(2).run(after_a_failed_trial, tmp_path) == [(True, 4)] * 2
 
 
 def test_exchanges_that_no_rule_can_shorten_much_are_not_timed() -> None:
@@ -221,49 +320,8 @@ def test_a_file_with_unknown_rules_is_no_use(exchange: Any, tmp_path: Path) -> N
     assert started.exchange == ExchangeRules(parts_from_tokens=40)
 
 
-DECISION = Decision(specs=TeamSpecs(by_size={2: (ParallelSpec.of("ulysses", 2), ParallelSpec.of("ring", 2))}))
-
-
-def test_a_decision_that_does_not_suit_the_model_is_replaced(tmp_path: Path) -> None:
-    def check(spec: ParallelSpec) -> None:
-        if spec.ring > 1:
-            raise ValueError("no rings")
-
-    file = DecisionFile(folder=tmp_path, name="tiny", facts={})
-    file.write(DECISION, {})
-    assert file.read((2,)) == DECISION
-    strict = replace(file, check=check)
-    assert strict.read((2,)) is None
-    other = Decision(specs=TeamSpecs(by_size={2: (ParallelSpec.of("ulysses", 2),) * 2}))
-    assert strict.write(other, {}) is other
-    assert strict.read((2,)) == other
-
-
-@pytest.mark.parametrize("name", ["taken/tiny", "t" * 300])
-def test_a_folder_that_takes_no_file_costs_a_warning(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    (tmp_path / "taken").touch()
-    file = DecisionFile(folder=tmp_path, name=name, facts={})
-    assert file.read((2,)) is None
-    assert file.write(DECISION, {}) is DECISION
-    assert "cannot be written" in caplog.text
-
-
 def test_two_gangs_that_start_at_once_decide_the_same(tmp_path: Path) -> None:
     assert gang(2).run(race, tmp_path) == ["allgather_kv2"] * 2
-
-
-def test_attention_in_float8_is_decided_on_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it, files are named as before there was a choice."""
-    monkeypatch.setattr(autotune, "from_all_ranks", lambda value: [value])
-    model, how, options = models.model("flux"), choosing(tmp_path), TorchOptions()
-    auto, fp8 = (autotune._decision_file(model, how, "native", each, options) for each in ("auto", "fp8"))
-    assert "attention" not in auto.facts
-    assert fp8.facts == {**auto.facts, "attention": "fp8"}
-    assert fp8.path != auto.path
-    on_host = autotune._decision_file(model, how, "native", "auto", TorchOptions(originals_on_host=True))
-    assert on_host.facts == {**auto.facts, "originals_on_host": "True"}, "other strategies fit"
 
 
 def race(folder: Path) -> str:

@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from engines import additions
+from engines.core import host_copy
 from engines.core.engine import EngineChoice
-from engines.core.host_copy import pinned_memory
 from engines.core.model import Addition, DenoiserModel, LowRank
 from engines.core.shard_plan import ShardPlan
 from engines.core.weight_memory import WeightMemory
@@ -68,8 +67,8 @@ def test_the_same_bits_as_without(precision: str, number: int) -> None:
 
 @pytest.mark.parametrize("precision", ["native", "int8"])
 def test_the_same_bits_with_loaded_values_in_host_memory(precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned, moved = Mock(side_effect=pinned_memory), Mock()
-    monkeypatch.setattr(additions, "pinned_memory", pinned)
+    touched, moved = Mock(side_effect=host_copy.touched_memory), Mock()
+    monkeypatch.setattr(host_copy, "touched_memory", touched)
     monkeypatch.setattr(sharded, "move_from_host", lambda parameters, device: moved([*parameters]))
     model = replace(models.model.__wrapped__("flux"), additions=ADDITIONS)
     mixes: tuple[Any, ...] = ((), (("one", 1.0),), (("one", 0.5),), ())
@@ -81,7 +80,7 @@ def test_the_same_bits_with_loaded_values_in_host_memory(precision: str, monkeyp
             ]
             found.append([engine.predict(step, (0,))[0] for step in steps])
     weights = dict(model.modules["transformer"].named_parameters())
-    assert {call.args[0] for call in pinned.call_args_list} == {weights[name].nbytes for name in ADDED}
+    assert {call.args[0] for call in touched.call_args_list} == {weights[name].nbytes for name in ADDED}
     num_moved = [len(call.args[0]) for call in moved.call_args_list]
     assert num_moved == ([2, 2] if precision == "native" else [2, 0]), "what is quantised stays on the host as loaded"
     assert equal(*found)

@@ -64,13 +64,13 @@ def jittered(seed: int) -> Machine:
     return replace(whole, exchanges=lines)
 
 
-def choosing(folder: Path, num_branches: int = 1, **fields: object) -> Choosing:
+def choosing(folder: Path, num_branches: int = 1, family: str = "flux", **fields: object) -> Choosing:
     named = {"folder": folder, "name": "tiny", "facts": {"model": "tiny"}, **fields}
-    step = partial(models.branches, "flux", "even", num=num_branches)
+    step = partial(models.branches, family, "even", num=num_branches)
     return Choosing(typical_step=step, **named)  # type: ignore[arg-type]
 
 
-def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None = None) -> Started:
+def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None = None, family: str = "flux") -> Started:
     """A gang that starts now."""
     num_timed = 0
     noise = random.Random(100 * seed + dist.get_rank())
@@ -85,10 +85,10 @@ def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None =
     with (
         patch("engines.planner.auto.measure", lambda *_: jittered(seed)),
         patch("engines.torch_engine.autotune._timed_s", timed_s),
-        closing(load_engine("torch", models.model("flux"), context, options=options, choosing=how)) as engine,
+        closing(load_engine("torch", models.model(family), context, options=options, choosing=how)) as engine,
     ):
         assert isinstance(engine, TorchEngine)
-        (predicted,) = engine.predict(models.branches("flux", "uneven"), everyone)
+        (predicted,) = engine.predict(models.branches(family, "uneven"), everyone)
         picture = hashlib.sha256(predicted.numpy().tobytes()).hexdigest()
         one, *_, most = engine.division.specs.of(len(everyone))
         names = {"strategy": one.name, "at_once": most.name, "picture": picture}
