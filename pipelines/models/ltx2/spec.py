@@ -40,7 +40,7 @@ CONTEXT = "reference_conditions"
 """The pipeline's input for clips that an in-context adapter (IC-LoRA) attends to."""
 SOUND_RATE = 25
 """Tokens of sound a second."""
-BLOCKS, TEXT = "transformer_blocks", "encoder_hidden_states"
+BLOCKS = "transformer_blocks"
 TO_WHOLE = tuple(f"{BLOCKS}.*.{name}" for name in ("attn2", "audio_attn1", "audio_attn2", "audio_to_video_attn"))
 """Attentions to text and to sound."""
 SOUND_TO_CLIP = f"{BLOCKS}.*.video_to_audio_attn"
@@ -113,7 +113,7 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     extend_blocks = lazy("pipelines.models.ltx2.patches:decode_by_vae")
     hoisted = lazy("pipelines.models.ltx2.text:hoisted_text")
     """Keys and values of the text for the clip's attention."""
-    hoisted_inputs = (TEXT,)
+    hoisted_inputs = ("encoder_hidden_states",)
     latent_upsampler = lazy("pipelines.models.ltx2.upsampler:LatentUpsampler")
     latent_upsampler_bytes = lazy("pipelines.models.ltx2.upsampler:weight_bytes")
     local_attention = TO_WHOLE

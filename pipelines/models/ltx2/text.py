@@ -15,10 +15,9 @@ from diffusers.modular_pipelines.ltx2.before_denoise import LTX2TextInputStep
 from torch import Tensor, nn
 
 from engines.core.model import ModelInputs
-from pipelines.models.ltx2.spec import TEXT
 
-KEYS_VALUES = "text_keys_values"
-"""An input beside the module's own: (blocks, keys and values, B, T, C), keys normalised."""
+TEXT, KEYS_VALUES = "encoder_hidden_states", "text_keys_values"
+"""An input of the module, and one beside its own: (blocks, keys and values, B, T, C), keys normalised."""
 MASKS = ("connector_attention_mask", "negative_connector_attention_mask")
 
 

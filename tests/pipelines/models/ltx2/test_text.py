@@ -14,8 +14,7 @@ import torch
 from engines.core.model import Branch, DenoiserModel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.ltx2.spec import TEXT
-from pipelines.models.ltx2.text import KEYS_VALUES, hoisted_text
+from pipelines.models.ltx2.text import KEYS_VALUES, TEXT, hoisted_text
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_ltx
 
