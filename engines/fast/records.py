@@ -88,6 +88,19 @@ class Modulation:
         return torch.cat([*parts])
 
 
+class RowNorm(NamedTuple):
+    """RMS norm of queries or keys."""
+
+    weight: Tensor | None
+    """Factors of ``features``."""
+    features: int
+    """Number of features that it takes together: those of all heads, or of one."""
+    eps: float
+    """Term added to the mean square."""
+    rounded: bool = False
+    """Whether values have the dtype of ``weight`` when they are multiplied by it; else they are in float32."""
+
+
 class RotaryTables(NamedTuple):
     """Tables of a rotary embedding (Su et al. 2021, arXiv:2104.09864), with any strides, and the pairs it rotates.
 

@@ -7,16 +7,20 @@ Every attention processor calls ``dispatch_attention_fn`` with its queries, keys
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
+from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
 from engines.core.attention import Kernel, Prefix
 from engines.core.shard_plan import LayerRule
+from engines.fast.records import RotaryTables, RowNorm
+from engines.fast.rotary import is_fusable, rotated_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,39 @@ class RotatedAttention:
 
     def norm_k(self, k: Tensor) -> Tensor:
         return k
+
+
+def row_norm(norm: nn.Module) -> RowNorm | None:
+    """Return how the fused pass computes ``norm``; None if it cannot, as on a tensor axis that splits features."""
+    if type(norm) is nn.RMSNorm and norm.eps is not None:
+        return RowNorm(norm.weight, norm.normalized_shape[0], norm.eps)
+    if type(norm) is RMSNorm and norm.bias is None:
+        return RowNorm(norm.weight, norm.dim[0], norm.eps, rounded=True)
+    return None
+
+
+def can_rotate(attn: Any, x_BLC: Tensor) -> bool:
+    """Return whether norms and rotation of queries and keys are to be one pass over them."""
+    return is_fusable(x_BLC, row_norm(attn.norm_q), row_norm(attn.norm_k))
+
+
+def fused_queries_and_keys(attn: Any, x_BLC: Tensor, tables: RotaryTables, dim: int) -> list[Tensor]:
+    """Return ``q_BLHD`` and ``k_BLHD`` of self-attention, normalised and rotated in one pass."""
+    norms = (row_norm(attn.norm_q), row_norm(attn.norm_k))
+    return rotated_heads((attn.to_q(x_BLC), attn.to_k(x_BLC)), norms, tables, dim)
+
+
+def rotate_heads(attn: Any, x_BLC: Tensor, tables: RotaryTables) -> RotatedAttention:
+    """Return what stands for self-attention ``attn`` after that pass."""
+    return RotatedAttention(attn, *fused_queries_and_keys(attn, x_BLC, tables, attn.head_dim))
+
+
+def replace_processors(module: nn.Module, ours: Mapping[type[Any], type[Any]]) -> None:
+    """Replace each processor of attention in ``module`` whose class has one of ours."""
+    for part in module.modules():
+        kind: Any = ours.get(type(getattr(part, "processor", None)))
+        if kind is not None:
+            part.processor = kind()
 
 
 def unmasked(kernel: Kernel) -> Kernel:

@@ -239,9 +239,13 @@ class ModelSpec(ABC):
         """Make self-attention inside ``module`` call ``kernel``: through diffusers' dispatcher. Needs torch."""
         from pipelines.blocks import attention
 
+        self.replace_processors(module)
         attention.set_kernel(module, kernel, local=self.local_attention)
         if self.counts_heads:
             attention.count_heads(module)
+
+    def replace_processors(self, module: nn.Module) -> None:  # noqa: B027  most families need none
+        """Replace diffusers' processors of attention by extended ones. Needs torch."""
 
     def fast_weights(self, config: Config) -> ArrangeWeights | None:
         """Return ``arrange_fast``, or None if the hand-ordered step does not support ``config``.

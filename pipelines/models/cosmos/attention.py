@@ -22,7 +22,10 @@ from torch.nn import functional
 
 from engines.core.attention import Kernel
 from engines.core.model import ModelInputs
+from engines.fast.records import RotaryTables
+from engines.fast.rotary import is_fusable, rotated_heads
 from engines.parallel.offload import on_device
+from pipelines.blocks.attention import row_norm
 from pipelines.models.cosmos.call import (
     CLIP_SHAPE,
     LATENTS,
@@ -53,8 +56,8 @@ class GenerationProcessor:
     ) -> tuple[Tensor, Tensor]:
         """``und_seq`` is ``text_21TGD``, keys and values; ``gen_seq`` is ``x_LC``. No token of text comes back."""
         *_, cos_LD, sin_LD = rotary_emb
-        q_LHD = rotate(attn.norm_added_q(in_heads(attn, attn.add_q_proj(gen_seq))), (cos_LD, sin_LD))
-        k_LGD = rotate(attn.norm_added_k(in_heads(attn, attn.add_k_proj(gen_seq))), (cos_LD, sin_LD))
+        q_LHD = _rotated(attn, attn.add_q_proj(gen_seq), attn.norm_added_q, (cos_LD, sin_LD))
+        k_LGD = _rotated(attn, attn.add_k_proj(gen_seq), attn.norm_added_k, (cos_LD, sin_LD))
         own = (k_LGD, in_heads(attn, attn.add_v_proj(gen_seq)))
         k_1MGD, v_1MGD = (torch.cat((text, x[None]), dim=1) for text, x in zip(und_seq, own, strict=True))
         out_1LHD, _ = self.kernel(q_LHD[None], k_1MGD, v_1MGD)
@@ -204,6 +207,17 @@ def _text_hook(text_21TGD: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tup
 def in_heads(attn: Any, x_LC: Tensor) -> Tensor:
     """Return ``x_LHD``. The number of heads is inferred: a tensor-parallel rank holds only some."""
     return torch.unflatten(x_LC, 1, (-1, attn.head_dim))
+
+
+def _rotated(attn: Any, x_LC: Tensor, norm: nn.Module, rotation: CosSin) -> Tensor:
+    """Return ``x_LHD``, normalised and rotated, in one pass where that is possible."""
+    fused = row_norm(norm)
+    if not is_fusable(x_LC, fused):
+        return rotate(norm(in_heads(attn, x_LC)), rotation)
+    cos_1L1P, sin_1L1P = (table_LD[None, :, None, : attn.head_dim // 2] for table_LD in rotation)
+    tables = RotaryTables(cos_1L1P, sin_1L1P, interleaved=False, rounded=True)
+    (x_1LHD,) = rotated_heads((x_LC[None],), (fused,), tables, attn.head_dim)
+    return x_1LHD[0]
 
 
 def rotate(x_LHD: Tensor, rotation: CosSin) -> Tensor:

@@ -1,4 +1,4 @@
-"""Patches of the noise in diffusers' blocks for chunks of a clip."""
+"""Patches of the noise in diffusers' blocks for chunks of a clip, and of attention."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from diffusers.models.transformers.transformer_helios import HeliosAttnProcessor
 from diffusers.modular_pipelines.helios import denoise
 from diffusers.modular_pipelines.helios.before_denoise import (
     HeliosAddNoiseToImageLatentsStep,
     HeliosAddNoiseToVideoLatentsStep,
 )
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
-from torch import Tensor
+from torch import Tensor, nn
 
+from engines.fast.records import RotaryTables
+from pipelines.blocks import attention
 from pipelines.blocks.tree import replace_blocks
 
 NOISY_LATENTS = ("image_latents", "fake_image_latents")
@@ -80,3 +83,30 @@ def patch_blocks(blocks: Any) -> None:
     replace_blocks(blocks, HeliosAddNoiseToVideoLatentsStep, ClipNoiseOnCpu)
     denoise.sample_block_noise = block_noise_BCFHW
     denoise.tqdm = partial(denoise.tqdm, disable=True)
+
+
+class HeliosFusedProcessor(HeliosAttnProcessor):  # type: ignore[misc]
+    """Normalises and rotates queries and keys in one pass over them, where that is possible."""
+
+    def __call__(
+        self,
+        attn: Any,
+        hidden_states: Tensor,
+        encoder_hidden_states: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        rotary_emb: Tensor | None = None,
+        original_context_length: int | None = None,
+    ) -> Tensor:
+        """Attend. The names are those of diffusers; ``rotary_emb`` is cosines beside sines, each value twice."""
+        if rotary_emb is not None and attention.can_rotate(attn, hidden_states):
+            cos_BL1P, sin_BL1P = (table_BLD[:, :, None, ::2] for table_BLD in rotary_emb.chunk(2, dim=-1))
+            tables = RotaryTables(cos_BL1P, sin_BL1P, interleaved=True)
+            attn, rotary_emb = attention.rotate_heads(attn, hidden_states, tables), None
+        out_BLC: Tensor = super().__call__(
+            attn, hidden_states, encoder_hidden_states, attention_mask, rotary_emb, original_context_length
+        )
+        return out_BLC
+
+
+def replace_processors(module: nn.Module) -> None:
+    attention.replace_processors(module, {HeliosAttnProcessor: HeliosFusedProcessor})

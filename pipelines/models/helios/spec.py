@@ -70,6 +70,7 @@ class HeliosSpec(ModelSpec):
     fits_pictures = True
     eager_only = "computes a part of itself under an autocast of its own"
     patch_blocks = lazy("pipelines.models.helios.patches:patch_blocks")
+    replace_processors = lazy("pipelines.models.helios.patches:replace_processors")
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return the plan. Linears stay whole if each head scales the history's keys by its own factor."""

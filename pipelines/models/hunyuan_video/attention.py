@@ -14,6 +14,8 @@ from diffusers.models.embeddings import apply_rotary_emb
 from torch import Tensor, nn
 
 from engines.core.attention import Kernel
+from engines.fast.records import RotaryTables
+from pipelines.blocks.attention import can_rotate, fused_queries_and_keys
 
 GLYPHS, PICTURE = 1, 2
 """Kinds of text tokens beside those of the prompt, as ``cond_type_embed`` numbers them."""
@@ -36,15 +38,26 @@ class HunyuanVideoProcessor:
         attention_mask: Tensor,
         image_rotary_emb: tuple[Tensor, Tensor],
     ) -> tuple[Tensor, Tensor]:
-        clip = _heads(attn, hidden_states, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
-        q_BLHD, k_BLHD = (apply_rotary_emb(x, image_rotary_emb, sequence_dim=1) for x in clip[:2])
+        clip = _clip_heads(attn, hidden_states, image_rotary_emb)
         layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
         text = _heads(attn, encoder_hidden_states, layers, (attn.norm_added_q, attn.norm_added_k))
-        joined = (torch.cat(pair, dim=1) for pair in zip((q_BLHD, k_BLHD, clip[2]), text, strict=True))
+        joined = (torch.cat(pair, dim=1) for pair in zip(clip, text, strict=True))
         mask_BM = nn.functional.pad(attention_mask, (hidden_states.shape[1], 0), value=True)
         out_BLC = self.kernel(*joined, mask_BM=mask_BM)[0].flatten(2)
         out_clip, out_text = torch.split(out_BLC, [hidden_states.shape[1], encoder_hidden_states.shape[1]], dim=1)
         return attn.to_out[1](attn.to_out[0](out_clip)), attn.to_add_out(out_text)
+
+
+def _clip_heads(attn: Any, x_BLC: Tensor, tables_LD: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return what ``_heads`` does, rotated. The tables have the values of a pair, of neighbours, twice."""
+    if can_rotate(attn, x_BLC):
+        dim = attn.inner_dim // attn.heads
+        cos_1L1P, sin_1L1P = (table_LD[None, :, None, ::2] for table_LD in tables_LD)
+        tables = RotaryTables(cos_1L1P, sin_1L1P, interleaved=True)
+        q_BLHD, k_BLHD = fused_queries_and_keys(attn, x_BLC, tables, dim)
+        return q_BLHD, k_BLHD, torch.unflatten(attn.to_v(x_BLC), 2, (-1, dim))
+    q, k, v = _heads(attn, x_BLC, (attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k))
+    return *(apply_rotary_emb(x, tables_LD, sequence_dim=1) for x in (q, k)), v
 
 
 def _heads(

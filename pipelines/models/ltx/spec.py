@@ -47,6 +47,7 @@ class LTXSpec(ModelSpec):
     schedulers = ("euler",)
     schedules = (SIGMAS,)
     patch_blocks = lazy("pipelines.models.ltx.patches:patch_blocks")
+    replace_processors = lazy("pipelines.models.ltx.patches:replace_processors")
     local_attention: tuple[str, ...] = (TO_TEXT,)
     counts_heads = True
     fits_pictures = True

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from diffusers.models.transformers.transformer_ltx2 import (
-    LTX2Attention,
     LTX2AudioVideoAttnProcessor,
     LTX2PerturbedAttnProcessor,
 )
@@ -19,11 +16,12 @@ from diffusers.modular_pipelines.ltx2.modular_blocks_ltx25 import LTX25AutoDecod
 from torch import Tensor, nn
 
 from engines.fast.records import RotaryTables
-from engines.fast.rotary import is_fusable, rotated_heads
-from pipelines.blocks.attention import RotatedAttention
+from engines.fast.rotary import rotated_heads
+from pipelines.blocks import attention
 from pipelines.blocks.tree import replace_blocks
 from pipelines.models.device_timestep import TimestepOnDevice
-from pipelines.models.ltx2.text import LTX2OpenTextStep
+from pipelines.models.ltx.patches import CosSin, neighbours
+from pipelines.models.ltx2.text import LTX2OpenTextStep, read_keys
 
 
 class LTX2PictureLoopBeforeDenoiser(TimestepOnDevice, LTX2Image2VideoLoopBeforeDenoiser):  # type: ignore[misc]
@@ -48,10 +46,6 @@ def decode_by_vae(blocks: Any, _path: Path) -> None:
     for name, block in blocks.sub_blocks.items():
         if type(block) is LTX25AutoDecoderStep:
             blocks.sub_blocks[name] = LTX2AutoDecoderStep()
-
-
-CosSin = tuple[Tensor, Tensor]
-"""By head, ``(B, H, L, P)`` each, or of all features of a token, ``(B, L, C)``, where pairs have every value twice."""
 
 
 class LTX2FusedProcessor(LTX2AudioVideoAttnProcessor):  # type: ignore[misc]
@@ -109,34 +103,26 @@ def _rotated(
     attn: Any, x_BLC: Tensor, context_BMC: Tensor | None, q_tables: CosSin | None, k_tables: CosSin | None
 ) -> tuple[Any, CosSin | None, CosSin | None]:
     """Return what to attend by: ``attn`` with its tables, or, after the fused pass, its stand-in without."""
-    if q_tables is None or not is_fusable(x_BLC, attn.norm_q, attn.norm_k):
+    if q_tables is None or not attention.can_rotate(attn, x_BLC):
         return attn, q_tables, k_tables
-    q_BLC, k_BMC = attn.to_q(x_BLC), attn.to_k(x_BLC if context_BMC is None else context_BMC)
-    if k_tables is None:
-        norms, tables = (attn.norm_q, attn.norm_k), _tables(attn, q_tables)
-        q_BLHD, k_BMHD = rotated_heads((q_BLC, k_BMC), norms, tables, attn.head_dim)
-    else:
-        (q_BLHD,) = rotated_heads((q_BLC,), (attn.norm_q,), _tables(attn, q_tables), attn.head_dim)
-        (k_BMHD,) = rotated_heads((k_BMC,), (attn.norm_k,), _tables(attn, k_tables), attn.head_dim)
-    return RotatedAttention(attn, q_BLHD, k_BMHD), None, None
+    if context_BMC is None or k_tables is None:
+        assert (context_BMC is None) == (k_tables is None)
+        return attention.rotate_heads(attn, x_BLC, _tables(attn, q_tables)), None, None
+    q_norm, k_norm = attention.row_norm(attn.norm_q), attention.row_norm(attn.norm_k)
+    (q_BLHD,) = rotated_heads((attn.to_q(x_BLC),), (q_norm,), _tables(attn, q_tables), attn.head_dim)
+    (k_BMHD,) = rotated_heads((attn.to_k(context_BMC),), (k_norm,), _tables(attn, k_tables), attn.head_dim)
+    return attention.RotatedAttention(attn, q_BLHD, k_BMHD), None, None
 
 
 def _tables(attn: Any, tables: CosSin) -> RotaryTables:
-    if attn.rope_type == "split":
-        cos_BLHP, sin_BLHP = (x_BHLP.transpose(1, 2) for x_BHLP in tables)
-    else:
-        cos_BLHP, sin_BLHP = (torch.unflatten(x_BLC[..., ::2], 2, (attn.heads, -1)) for x_BLC in tables)
-    return RotaryTables(cos_BLHP, sin_BLHP, interleaved=attn.rope_type != "split")
-
-
-PROCESSORS: Mapping[type[Any], type[Any]] = {
-    LTX2AudioVideoAttnProcessor: LTX2FusedProcessor,
-    LTX2PerturbedAttnProcessor: WholePerturbation,
-}
+    """Return the operation's tables from those by head, ``(B, H, L, P)`` each, or from those of LTX-Video."""
+    if attn.rope_type != "split":
+        return neighbours(attn, tables)
+    cos_BLHP, sin_BLHP = (x_BHLP.transpose(1, 2) for x_BHLP in tables)
+    return RotaryTables(cos_BLHP, sin_BLHP, interleaved=False)
 
 
 def replace_processors(module: nn.Module) -> None:
-    """Replace diffusers' processors of attention."""
-    for part in module.modules():
-        if isinstance(part, LTX2Attention) and type(part.processor) in PROCESSORS:
-            part.set_processor(PROCESSORS[type(part.processor)]())
+    read_keys(module)
+    ours = {LTX2AudioVideoAttnProcessor: LTX2FusedProcessor, LTX2PerturbedAttnProcessor: WholePerturbation}
+    attention.replace_processors(module, ours)

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from PIL.Image import Image
     from torch import Tensor, nn
 
-    from engines.core.attention import Kernel
-
 VIDEO = "video"
 UPSAMPLER_CLASS = "LTX2LatentUpsamplerModel"
 MAX_TOKENS = 1024
@@ -111,6 +109,7 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     family = "ltx2"
     patch_blocks = lazy("pipelines.models.ltx2.patches:patch_blocks")
     extend_blocks = lazy("pipelines.models.ltx2.patches:decode_by_vae")
+    replace_processors = lazy("pipelines.models.ltx2.patches:replace_processors")
     hoisted = lazy("pipelines.models.ltx2.text:hoisted_text")
     """Keys and values of the text for the clip's attention."""
     hoisted_inputs = ("encoder_hidden_states",)
@@ -146,14 +145,6 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
 
     def unused_parts(self, path: Path) -> tuple[str, ...]:
         return tuple(part for part in UNUSED if part_class(path, part) is not None)
-
-    def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
-        from pipelines.models.ltx2.patches import replace_processors
-        from pipelines.models.ltx2.text import read_keys
-
-        read_keys(module)
-        replace_processors(module)
-        super().set_kernel(module, kernel)
 
     def outputs(self, module: nn.Module, call: Mapping[str, Any]) -> tuple[Tensor, ...]:
         from pipelines.models.ltx2.text import forward

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Attention, MiniMaxH3AttnProcessor
+from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3AttnProcessor
 from diffusers.modular_pipelines.minimax_h3.before_denoise import (
     MiniMaxH3PrepareLayoutStep,
     MiniMaxH3Ref2VAPrepareLayoutStep,
@@ -19,8 +19,7 @@ from diffusers.modular_pipelines.modular_pipeline import BlockState, PipelineSta
 from torch import Tensor, nn
 
 from engines.fast.records import RotaryTables
-from engines.fast.rotary import is_fusable, rotated_heads
-from pipelines.blocks.attention import RotatedAttention
+from pipelines.blocks import attention
 from pipelines.blocks.tree import replace_blocks
 from pipelines.models.mini_max_h3.references import WITH_SOUND, kind_of
 
@@ -107,18 +106,13 @@ class MiniMaxH3FusedProcessor(MiniMaxH3AttnProcessor):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Attend. The names are those of diffusers; ``rotary_emb`` has every value twice, (L, rotated features)."""
-        norms = (attn.norm_q, attn.norm_k)
-        if rotary_emb is not None and not attn.fused_projections and is_fusable(hidden_states, *norms):
+        if rotary_emb is not None and attention.can_rotate(attn, hidden_states):
             cos_1L1P, sin_1L1P = (table_LR[None, :, None, : table_LR.shape[1] // 2] for table_LR in rotary_emb)
             tables = RotaryTables(cos_1L1P, sin_1L1P, interleaved=False, rounded=True)
-            several = (attn.to_q(hidden_states), attn.to_k(hidden_states))
-            attn, rotary_emb = RotatedAttention(attn, *rotated_heads(several, norms, tables, attn.head_dim)), None
+            attn, rotary_emb = attention.rotate_heads(attn, hidden_states, tables), None
         out_BLC: Tensor = super().__call__(attn, hidden_states, rotary_emb, attention_mask)
         return out_BLC
 
 
 def replace_processors(module: nn.Module) -> None:
-    """Replace diffusers' processors of attention."""
-    for part in module.modules():
-        if isinstance(part, MiniMaxH3Attention) and type(part.processor) is MiniMaxH3AttnProcessor:
-            part.set_processor(MiniMaxH3FusedProcessor())
+    attention.replace_processors(module, {MiniMaxH3AttnProcessor: MiniMaxH3FusedProcessor})

@@ -23,9 +23,8 @@ from pipelines.recipes import Recipe
 from pipelines.request import InputPictures, MediaRequest
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from engines.core.attention import Kernel
     from engines.core.model import Arguments
 
 WORDS, REFERENCES = "transformer", "transformer_ref"
@@ -96,12 +95,7 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
     reference_latents = "condition_latents"
     workflows = MappingProxyType({REF2VA: (WORDS,)})
     patch_blocks = lazy("pipelines.models.mini_max_h3.patches:patch_blocks")
-
-    def set_kernel(self, module: nn.Module, kernel: Kernel) -> None:
-        from pipelines.models.mini_max_h3.patches import replace_processors
-
-        replace_processors(module)
-        super().set_kernel(module, kernel)
+    replace_processors = lazy("pipelines.models.mini_max_h3.patches:replace_processors")
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {TOKENS: arguments["position_ids"].shape[0]}

@@ -17,7 +17,7 @@ from torch.nn import functional
 from engines.core.attention import Kernel
 from engines.core.model import ModelInputs
 from engines.fast.records import RotaryTables
-from engines.fast.rotary import is_fusable, rotated_heads
+from pipelines.blocks.attention import can_rotate, fused_queries_and_keys
 
 PICTURES = "encoder_hidden_states_image"
 KEYS_VALUES = "text_keys_values"
@@ -129,13 +129,13 @@ def project_out(attn: WanAttention, out_BLHD: Tensor) -> Tensor:
 def rotated_queries_and_keys(attn: Any, x_BLC: Tensor, cos_sin_1L1D: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return ``q_BLHD`` and ``k_BLHD`` of self-attention."""
     dim = cos_sin_1L1D[0].shape[-1]
-    q_BLC, k_BLC, norms = attn.to_q(x_BLC), attn.to_k(x_BLC), (attn.norm_q, attn.norm_k)
-    if is_fusable(q_BLC, *norms):
+    if can_rotate(attn, x_BLC):
         cos_1L1P, sin_1L1P = (table[..., ::2] for table in cos_sin_1L1D)
-        q_BLHD, k_BLHD = rotated_heads((q_BLC, k_BLC), norms, RotaryTables(cos_1L1P, sin_1L1P, interleaved=True), dim)
-        return q_BLHD, k_BLHD
-    normed = (norm(x) for norm, x in zip(norms, (q_BLC, k_BLC), strict=True))
-    q_BLHD, k_BLHD = (rotate(torch.unflatten(x, 2, (-1, dim)), cos_sin_1L1D) for x in normed)
+        tables = RotaryTables(cos_1L1P, sin_1L1P, interleaved=True)
+        q_BLHD, k_BLHD = fused_queries_and_keys(attn, x_BLC, tables, dim)
+    else:
+        normed = (attn.norm_q(attn.to_q(x_BLC)), attn.norm_k(attn.to_k(x_BLC)))
+        q_BLHD, k_BLHD = (rotate(torch.unflatten(x, 2, (-1, dim)), cos_sin_1L1D) for x in normed)
     return q_BLHD, k_BLHD
 
 

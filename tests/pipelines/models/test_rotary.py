@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
-from types import ModuleType
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import pytest
 import torch
+from diffusers.models.attention_processor import Attention
+from diffusers.models.normalization import RMSNorm
+from diffusers.models.transformers.transformer_cosmos3 import Cosmos3PackedMoTAttention
+from diffusers.models.transformers.transformer_helios import HeliosAttention, HeliosAttnProcessor
+from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15AttnProcessor2_0
+from diffusers.models.transformers.transformer_ltx import LTXAttention
 from diffusers.models.transformers.transformer_ltx2 import LTX2Attention, LTX2PerturbedAttnProcessor
 from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Attention
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 
+from engines.core.attention import Kernel
 from engines.core.tensors import relative_difference
 from engines.fast import rotary
 from engines.parallel.collectives import Axis
 from engines.parallel.local_attention import plain_attention
 from engines.parallel.tensor import split_norm
-from pipelines.blocks.attention import set_kernel
-from pipelines.models.ltx2 import patches as ltx2
-from pipelines.models.mini_max_h3 import patches as mini_max_h3
+from pipelines.blocks import attention
+from pipelines.models.cosmos import attention as cosmos
+from pipelines.models.helios.spec import SPEC as HELIOS
+from pipelines.models.hunyuan_video.attention import HunyuanVideoProcessor
+from pipelines.models.ltx.spec import SPEC as LTX
+from pipelines.models.ltx2.spec import SPEC as LTX2
+from pipelines.models.mini_max_h3.spec import SPEC as MINIMAX
 from pipelines.models.wan import attention as wan
 from tests.pipelines.support.checkpoints.parts import shake
 
@@ -32,11 +44,11 @@ Tables = tuple[Tensor, Tensor]
 
 
 class Case(NamedTuple):
-    """An attention of diffusers, its inputs beside the tokens, and the module that has our processor of it."""
+    """An attention of diffusers, its inputs beside the tokens, and what gives it a processor of ours."""
 
     attention: nn.Module
     inputs: dict[str, Any]
-    patches: ModuleType
+    replace: Callable[[Any, Kernel], None]
     num_operations: int = 1
 
 
@@ -56,13 +68,13 @@ def ltx2_attention(**settings: Any) -> Any:
 
 
 def ltx2_itself() -> Case:
-    return Case(ltx2_attention(rope_type="split"), {"query_rotary_emb": by_head(LENGTH)}, ltx2)
+    return Case(ltx2_attention(rope_type="split"), {"query_rotary_emb": by_head(LENGTH)}, LTX2.set_kernel)
 
 
 def ltx2_gated() -> Case:
     processor = LTX2PerturbedAttnProcessor()
-    attention = ltx2_attention(rope_type="interleaved", apply_gated_attention=True, processor=processor)
-    return Case(attention, {"query_rotary_emb": tables_of(BATCH, LENGTH, CHANNELS // 2, doubled=True)}, ltx2)
+    attn = ltx2_attention(rope_type="interleaved", apply_gated_attention=True, processor=processor)
+    return Case(attn, {"query_rotary_emb": tables_of(BATCH, LENGTH, CHANNELS // 2, doubled=True)}, LTX2.set_kernel)
 
 
 def ltx2_cross() -> Case:
@@ -71,22 +83,54 @@ def ltx2_cross() -> Case:
         "query_rotary_emb": by_head(LENGTH),
         "key_rotary_emb": by_head(CONTEXT),
     }
-    return Case(ltx2_attention(rope_type="split", cross_attention_dim=40), inputs, ltx2, 2)
+    return Case(ltx2_attention(rope_type="split", cross_attention_dim=40), inputs, LTX2.set_kernel, 2)
+
+
+def ltx() -> Case:
+    return Case(
+        LTXAttention(CHANNELS, heads=HEADS, kv_heads=HEADS, dim_head=DIM),
+        {"image_rotary_emb": tables_of(BATCH, LENGTH, CHANNELS // 2, doubled=True)},
+        LTX.set_kernel,
+    )
 
 
 def wan_itself() -> Case:
-    attention: Any = WanAttention(CHANNELS, heads=HEADS, dim_head=DIM, eps=1e-6, processor=WanAttnProcessor())
-    return Case(attention, {"rotary_emb": tables_of(1, LENGTH, 1, DIM // 2, doubled=True)}, wan)
+    attn: Any = WanAttention(CHANNELS, heads=HEADS, dim_head=DIM, eps=1e-6, processor=WanAttnProcessor())
+    return Case(attn, {"rotary_emb": tables_of(1, LENGTH, 1, DIM // 2, doubled=True)}, wan.set_kernel)
 
 
 def minimax() -> Case:
     """A quarter of each head is not rotated."""
     cos, sin = tables_of(LENGTH, 3 * DIM // 8)
     rotary_emb = (torch.cat((cos, cos), 1), torch.cat((sin, sin), 1))
-    return Case(MiniMaxH3Attention(CHANNELS, HEADS, DIM), {"rotary_emb": rotary_emb}, mini_max_h3)
+    return Case(MiniMaxH3Attention(CHANNELS, HEADS, DIM), {"rotary_emb": rotary_emb}, MINIMAX.set_kernel)
 
 
-CASES = [ltx2_itself, ltx2_gated, ltx2_cross, wan_itself, minimax]
+def helios() -> Case:
+    attn: Any = HeliosAttention(CHANNELS, heads=HEADS, dim_head=DIM, processor=HeliosAttnProcessor())
+    rotary_emb = torch.cat(tables_of(BATCH, LENGTH, DIM // 2, doubled=True), -1)
+    return Case(attn, {"rotary_emb": rotary_emb}, HELIOS.set_kernel)
+
+
+def hunyuan() -> Case:
+    """Its norm rounds before it multiplies by the weight."""
+    attn = Attention(
+        CHANNELS, heads=HEADS, dim_head=DIM, added_kv_proj_dim=CHANNELS, context_pre_only=False, bias=True,
+        processor=HunyuanVideo15AttnProcessor2_0(), qk_norm="rms_norm", eps=1e-6,
+    )  # fmt: skip
+    inputs = {
+        "encoder_hidden_states": torch.randn(BATCH, CONTEXT, CHANNELS, generator=torch.Generator().manual_seed(2)),
+        "attention_mask": torch.ones(BATCH, CONTEXT, dtype=torch.bool),
+        "image_rotary_emb": tables_of(LENGTH, DIM // 2, doubled=True),
+    }
+    return Case(attn, inputs, replace_hunyuan)
+
+
+def replace_hunyuan(attn: Any, kernel: Kernel) -> None:
+    attn.set_processor(HunyuanVideoProcessor(kernel))
+
+
+CASES = [ltx2_itself, ltx2_gated, ltx2_cross, ltx, wan_itself, minimax, helios, hunyuan]
 
 
 class Heads(list[Tensor]):
@@ -96,21 +140,23 @@ class Heads(list[Tensor]):
         self += [q_BLHD, k_BMHD]
         return plain_attention(q_BLHD, k_BMHD, v_BMHD)
 
-
-def replace_processor(case: Case, attention: nn.Module, heads: Heads) -> None:
-    if case.patches is wan:
-        wan.set_kernel(attention, heads.attend)
-    else:
-        case.patches.replace_processors(attention)
-        set_kernel(attention, heads.attend)
+    def dispatch(self, query: Tensor, key: Tensor, value: Tensor, **_: Any) -> Tensor:
+        return self.attend(query, key, value)[0]
 
 
-def allow(case: Case, monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Use the operation on this CPU. Return what is called in place of ``rotated_heads``."""
-    monkeypatch.setattr(case.patches, "is_fusable", lambda *_: True)
-    called = Mock(side_effect=rotary.rotated_heads)
-    monkeypatch.setattr(case.patches, "rotated_heads", called)
+def allow(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """Use the operation on this CPU. Return what is called in its place."""
+    for module in (attention, cosmos):
+        monkeypatch.setattr(module, "is_fusable", lambda *_: True)
+    called = Mock(side_effect=rotary._run)
+    monkeypatch.setattr(rotary, "_run", called)
     return called
+
+
+def check_heads(got: Heads, expected: Heads, tolerance: float) -> None:
+    for one, other in zip(got, expected, strict=True):
+        assert one.dtype == other.dtype
+        assert relative_difference(one, other) <= tolerance
 
 
 @torch.no_grad()
@@ -120,32 +166,30 @@ def test_heads_equal_diffusers(
     make: Callable[[], Case], dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = make()
-    theirs = shake(case.attention).to(dtype)
+    theirs: Any = shake(case.attention).to(dtype)
     ours, expected, got = copy.deepcopy(theirs), Heads(), Heads()
     x_BLC = torch.randn(BATCH, LENGTH, CHANNELS, generator=torch.Generator().manual_seed(1)).to(dtype)
-    inputs = {name: x.to(dtype) if isinstance(x, Tensor) else x for name, x in case.inputs.items()}
-    set_kernel(theirs, expected.attend)
-    replace_processor(case, ours, got)
-    out_BLC = theirs(x_BLC, **inputs)
-    assert ours(x_BLC, **inputs).equal(out_BLC), "on a CPU nothing changes"
+    inputs = {name: x.to(dtype) if name.startswith("encoder") else x for name, x in case.inputs.items()}
+    case.replace(ours, got.attend)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[type(theirs.processor).__module__], "dispatch_attention_fn", expected.dispatch)
+        theirs(x_BLC, **inputs)
+    out = ours(x_BLC, **inputs)
+    check_heads(got, expected, tolerance)
     got.clear()
-    called = allow(case, monkeypatch)
-    fused_BLC = ours(x_BLC, **inputs)
+    called = allow(monkeypatch)
+    torch.testing.assert_close(ours(x_BLC, **inputs), out, rtol=0, atol=1e-5 if dtype == torch.float32 else 0.03)
     assert called.call_count == case.num_operations
-    assert relative_difference(fused_BLC, out_BLC) <= 10 * tolerance
-    for one, other in zip(got, expected, strict=True):
-        assert one.dtype == dtype
-        assert one.is_contiguous()
-        assert relative_difference(one, other) <= tolerance
+    check_heads(got, expected, tolerance)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("make", CASES)
 def test_it_is_an_operation_of_one_compiled_graph(make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch) -> None:
     case, graphs = make(), list[torch.fx.GraphModule]()
-    replace_processor(case, case.attention, Heads())
-    allow(case, monkeypatch)
-    monkeypatch.setattr(case.patches, "rotated_heads", rotary.rotated_heads)
+    case.replace(case.attention, Heads().attend)
+    for module in (attention, cosmos):
+        monkeypatch.setattr(module, "is_fusable", lambda *_: True)
     x_BLC = torch.randn(BATCH, LENGTH, CHANNELS)
 
     def backend(graph: torch.fx.GraphModule, _: list[Tensor]) -> torch.fx.GraphModule:
@@ -159,6 +203,28 @@ def test_it_is_an_operation_of_one_compiled_graph(make: Callable[[], Case], monk
     assert targets.count("troupe.rotated_heads.default") == case.num_operations
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 2e-4)])
+def test_heads_of_cosmos_are_the_same_in_one_pass(
+    dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has fewer heads of keys than of queries, and a text without tokens here."""
+    attn = shake(Cosmos3PackedMoTAttention(CHANNELS, DIM, 4, 2, False, 1e-6)).to(dtype)
+    x_LC = torch.randn(LENGTH, CHANNELS, generator=torch.Generator().manual_seed(1)).to(dtype)
+    tables = [torch.cat((table, table), -1).to(dtype) for table in tables_of(LENGTH, DIM // 2)]
+    text_21TGD, expected, got = x_LC.new_empty(2, 1, 0, 2, DIM), Heads(), Heads()
+    cosmos.GenerationProcessor(grouped(expected))(attn, text_21TGD, x_LC, (*tables, *tables))
+    called = allow(monkeypatch)
+    cosmos.GenerationProcessor(grouped(got))(attn, text_21TGD, x_LC, (*tables, *tables))
+    assert called.call_count == 2
+    check_heads(got, expected, tolerance)
+
+
+def grouped(heads: Heads) -> Any:
+    """Return a kernel for fewer heads of keys than of queries."""
+    return lambda q, *kv: heads.attend(q, *(x.repeat_interleave(2, dim=2) for x in kv))
+
+
 def on_gpu(**changes: Any) -> Any:
     return Mock(**{"is_cuda": True, "dtype": torch.bfloat16, **changes})
 
@@ -168,14 +234,24 @@ def test_other_norms_dtypes_devices_and_exports_keep_the_norms_and_the_rotation(
 ) -> None:
     monkeypatch.setattr(rotary, "HAS_TRITON", True)
     norm, x_BLC = nn.RMSNorm(CHANNELS, eps=1e-6), on_gpu()
-    assert rotary.is_fusable(x_BLC, norm, norm)
-    assert rotary.is_fusable(on_gpu(dtype=torch.float16), norm)
-    split = split_norm(norm, Axis(ranks=(0, 1), index=0))
-    assert not rotary.is_fusable(x_BLC, norm, split)
-    assert not rotary.is_fusable(on_gpu(dtype=torch.float32), norm)
-    assert not rotary.is_fusable(on_gpu(is_cuda=False), norm)
+
+    def attn(norm_k: nn.Module) -> Any:
+        return SimpleNamespace(norm_q=norm, norm_k=norm_k)
+
+    assert attention.can_rotate(attn(norm), x_BLC)
+    assert attention.can_rotate(attn(norm), on_gpu(dtype=torch.float16))
+    assert attention.can_rotate(attn(RMSNorm(DIM, 1e-6).bfloat16()), x_BLC)
+    for other in (
+        split_norm(norm, Axis(ranks=(0, 1), index=0)),
+        nn.LayerNorm(CHANNELS),
+        RMSNorm(DIM, 1e-6),  # its result would be float32
+        RMSNorm(DIM, 1e-6, bias=True).bfloat16(),
+    ):
+        assert not attention.can_rotate(attn(other), x_BLC), other
+    for x in (on_gpu(dtype=torch.float32), on_gpu(is_cuda=False)):
+        assert not attention.can_rotate(attn(norm), x)
     with monkeypatch.context() as patched:
         patched.setattr(torch.compiler, "is_exporting", lambda: True)
-        assert not rotary.is_fusable(x_BLC, norm)
+        assert not attention.can_rotate(attn(norm), x_BLC)
     monkeypatch.setattr(rotary, "HAS_TRITON", False)
-    assert not rotary.is_fusable(x_BLC, norm)
+    assert not attention.can_rotate(attn(norm), x_BLC)

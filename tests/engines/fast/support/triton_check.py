@@ -39,7 +39,7 @@ from engines.fast.kernels import (
     scaled_norm,
 )
 from engines.fast.kernels import residual_norm_modulate as residual
-from engines.fast.records import Edges, Pairs, QuantRows, RotaryTables
+from engines.fast.records import Edges, Pairs, QuantRows, RotaryTables, RowNorm
 from engines.parallel.collectives import Axis
 from engines.parallel.flash3 import attended_first, attended_order
 from engines.parallel.local_attention import local_kernel
@@ -127,22 +127,25 @@ def check_rotary(device: str, dim: int, pairs: int, *, over_all: bool, by_head: 
     In 16 bits almost all values have the plain version's bits: both round after the norm.
     """
     heads, batch, length = 3, 2, 2
+    narrow = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter cuts bfloat16 off
     features = heads * dim if over_all else dim
     angles = torch.randn((batch, heads, length, 2 * pairs) if by_head else (1, 1, length, 2 * pairs)).transpose(1, 2)
-    for dtype, rounded in ((torch.float32, False), (torch.float16, False), (torch.float16, True)):
+    for dtype, rounded in ((torch.float32, False), (narrow, False), (narrow, True)):
         q, k, _ = torch.randn(batch, length, 3 * heads * dim).to(dtype).chunk(3, -1)
         weights = [1 + 0.2 * torch.randn(features).to(dtype) for _ in range(2)]
-        rotation = RotaryTables(angles.cos()[..., ::2], angles.sin()[..., ::2], interleaved, rounded)
-        there = rotation._replace(cos_BLHP=rotation.cos_BLHP.to(device), sin_BLHP=rotation.sin_BLHP.to(device))
-        for several, some in (([q, k], weights), ([k], [])):
-            tensors, scales = ([x.to(device) for x in each] for each in (several, some))
-            results = triton_rotary.launch_heads(tensors, scales, there, dim, features, 1e-3)
-            for number, (x, got) in enumerate(zip(several, results, strict=True)):
-                weight = some[number] if some else None
+        tables = RotaryTables(angles.cos()[..., ::2], angles.sin()[..., ::2], interleaved, rounded)
+        there = tables._replace(cos_BLHP=tables.cos_BLHP.to(device), sin_BLHP=tables.sin_BLHP.to(device))
+        for several, some in (([q, k], weights), ([k], [None])):
+            norms = [RowNorm(weight, features, 1e-3, rounded) for weight in some]
+            moved = [norm._replace(weight=None if norm.weight is None else norm.weight.to(device)) for norm in norms]
+            results = triton_rotary.launch_heads([x.to(device) for x in several], moved, there, dim)
+            for x, norm, got in zip(several, norms, results, strict=True):
+                expected = rotary.plain_heads(x, norm, tables, dim)
                 assert got.is_contiguous()
-                expected = rotary.plain_heads(x, weight, rotation, dim, features, 1e-3)
-                close(got, expected, 1e-5 if dtype == torch.float32 else 1e-3)
-                assert dtype == torch.float32 or (got.cpu() == expected).float().mean() >= 0.95
+                close(got, expected, 1e-5 if dtype == torch.float32 else 1e-2)
+                # A GPU's compiler may join a rounded product with the sum that follows, without rounding it.
+                is_joined = rounded and device == "cuda"
+                assert dtype == torch.float32 or is_joined or (got.cpu() == expected).float().mean() >= 0.95
 
 
 def check_peers(device: str, *, heads: int, dim: int, world: int) -> None:
