@@ -1,4 +1,4 @@
-"""Difference of two tensors, digest of a module's weights, and a device with its index."""
+"""Difference of two tensors, digest of a module's weights, a device with its index, and whether code is exported."""
 
 from __future__ import annotations
 
@@ -57,3 +57,8 @@ def device_with_index(device: torch.device) -> torch.device:
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device
+
+
+def is_exporting() -> bool:
+    """Return whether the caller is being exported. PyTorch 2.11 says so of code that it compiles, too."""
+    return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()

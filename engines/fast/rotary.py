@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from engines.core.tensors import is_exporting
 from engines.fast.records import RotaryTables, RowNorm
 from engines.fast.triton_cache import has_triton
 
@@ -26,7 +27,7 @@ def is_fusable(x_BLC: Tensor, *norms: RowNorm | None) -> bool:
     """
     dtype = x_BLC.dtype
     is_fast = x_BLC.is_cuda and dtype in (torch.bfloat16, torch.float16) and HAS_TRITON
-    if not is_fast or torch.compiler.is_exporting():
+    if not is_fast or is_exporting():
         return False
     return all(
         norm is not None and (not norm.rounded or norm.weight is None or norm.weight.dtype == dtype) for norm in norms

@@ -15,7 +15,7 @@ from torch import Tensor
 from engines.fast.records import RotaryTables, RowNorm
 
 ELEMENTS_PER_WARP = 512
-MAX_WARPS = 16
+MAX_WARPS = 4
 
 
 @triton.jit

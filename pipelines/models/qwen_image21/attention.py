@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from engines.core.attention import Kernel, Prefix
 from engines.core.model import Arguments
+from engines.core.tensors import is_exporting
 from engines.parallel.copies import is_weightless
 from engines.parallel.local_attention import local_kernel
 from engines.parallel.offload import on_device
@@ -105,7 +106,7 @@ def _encode_seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict
     """
     if call[TEXT].is_meta or is_weightless(module):  # "meta" has no places; costs once a job are not counted
         return _blank(module, call)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise ValueError(
             "this model has pictures between the words of a prompt, at places that no TensorRT engine can read: "
             "use engine: torch"

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from engines.core.attention import Kernel
 from engines.core.model import ModelInputs
+from engines.core.tensors import is_exporting
 from engines.fast.records import RotaryTables
 from pipelines.blocks.attention import can_rotate, fused_queries_and_keys
 
@@ -81,7 +82,7 @@ def _attend_picture(q_BHLD: Tensor, k_BHPD: Tensor, v_BHPD: Tensor) -> Tensor:
 
     TensorRT-RTX 1.7 crashes on two attentions of a graph that share their queries, as this and the text's do.
     """
-    if not torch.compiler.is_exporting():
+    if not is_exporting():
         return functional.scaled_dot_product_attention(q_BHLD, k_BHPD, v_BHPD)
     q, k, v = (x.flatten(0, 1).unsqueeze(1) for x in (q_BHLD, k_BHPD, v_BHPD))
     return functional.scaled_dot_product_attention(q, k, v).view_as(q_BHLD)

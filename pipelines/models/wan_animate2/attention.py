@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from engines.core.attention import Kernel
 from engines.core.model import ModelInputs, device_of, dtype_of
+from engines.core.tensors import is_exporting
 from engines.parallel.copies import is_weightless
 from engines.parallel.local_attention import local_kernel
 from engines.parallel.strategies import merge
@@ -155,7 +156,7 @@ def hoisted(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
     """
     if inputs[DRIVING].is_meta or is_weightless(module):  # costs once a job are not counted
         return _blank(module, inputs)
-    if torch.compiler.is_exporting():
+    if is_exporting():
         raise ValueError(
             "this model passes over the driving clip before its first step, which no TensorRT engine does: use "
             "engine: torch"

@@ -251,7 +251,7 @@ def test_other_norms_dtypes_devices_and_exports_keep_the_norms_and_the_rotation(
     for x in (on_gpu(dtype=torch.float32), on_gpu(is_cuda=False)):
         assert not attention.can_rotate(attn(norm), x)
     with monkeypatch.context() as patched:
-        patched.setattr(torch.compiler, "is_exporting", lambda: True)
+        patched.setattr(rotary, "is_exporting", lambda: True)
         assert not attention.can_rotate(attn(norm), x_BLC)
     monkeypatch.setattr(rotary, "HAS_TRITON", False)
     assert not attention.can_rotate(attn(norm), x_BLC)
