@@ -31,9 +31,11 @@ from engines.torch_engine import autotune
 from engines.torch_engine.autotune import (
     EXCHANGE_FIELDS,
     MIN_BLOCKS,
+    NUM_TIMED,
     NUM_TIMED_LONG,
     Autotuner,
     DividedForward,
+    GangLock,
     alternative,
     is_exchange_negligible,
     model_to_time,
@@ -44,6 +46,7 @@ from engines.torch_engine.decision import Decision, DecisionFile
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
+from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 from tests.engines.torch_engine.support.decisions import (
@@ -121,10 +124,24 @@ def of_long_steps(folder: Path) -> Started:
 
 
 def test_long_steps_are_timed_once_and_branches_in_turn_never(tmp_path: Path) -> None:
-    """A step is timed twice, since the first time tells that it is long."""
     for found in gang(2).run(of_long_steps, tmp_path):
         assert (found.strategy, found.at_once) == ("allgather_kv2", "allgather_kv2")
-        assert found.num_timed == 2 * len(("ring2", "allgather_kv2", "ulysses2", "guidance2"))
+        assert found.num_timed == len(("ring2", "allgather_kv2", "ulysses2", "guidance2"))
+
+
+@pytest.mark.parametrize(("step_s", "num_timed"), [(0.2, 1 + NUM_TIMED), (0.6, 1)])
+def test_a_capture_makes_no_step_long(step_s: float, num_timed: int) -> None:
+    """It runs the step several times."""
+    engine, times_s = Mock(device=torch.device("cpu")), list[float]()
+
+    def timed_s(*_: Any) -> float:
+        times_s.append(step_s if engine.predict.call_count > RUNS_BEFORE_CAPTURE or times_s else 4 * step_s)
+        return times_s[-1]
+
+    tuner = Autotuner(models.model("flux"), engine, (), {}, GangLock(None))
+    with patch.object(autotune, "_timed_s", timed_s), patch.object(dist, "all_reduce"):
+        assert tuner._time_s((), (0,)) == pytest.approx(step_s)
+    assert len(times_s) == num_timed
 
 
 ALL_NEAR = Times(strategies_ms={"ring2": 714.0, "allgather_kv2": 616.0, "ulysses2": 714.0, "guidance2": 500.0})
