@@ -23,7 +23,6 @@ from engines.core.host_copy import TouchedMemory
 from engines.core.model import DenoiserModel
 from engines.core.resources import rank_resources
 from engines.core.spec import ParallelSpec
-from engines.fast.interface import SideStream
 from engines.parallel.ulysses import ulysses_in_parts
 from engines.planner.cost_model import Cost
 from engines.registry import load_engine
@@ -444,34 +443,6 @@ def test_an_engine_with_its_weights_goes_over_to_other_rules() -> None:
     """From as many tokens on as they say, and back again."""
     assert gang(2).run(kernels_of, ExchangeRules(parts_from_tokens=NUM_TOKENS["even"])) == [[1, 1, 1, 1]] * 2
     assert gang(2).run(kernels_of, ExchangeRules(parts_from_tokens=1)) == [[1, 2, 2, 2]] * 2
-
-
-def streams_of(rules: ExchangeRules) -> dict[int, list[tuple[str, bool]]]:
-    """The side streams of steps over two ranks and over one, and whether these are in use."""
-    used: list[tuple[str, bool]] = []
-
-    def recorded(device: torch.device, name: str, *, in_use: bool = True) -> SideStream:
-        used.append((name, in_use))
-        return SideStream(device, name, in_use=in_use)
-
-    by_size = {}
-    with (
-        patch("engines.torch_engine.fast_step.SideStream", recorded),
-        closing(TorchEngine(models.model("flux"), strategy="ulysses", fast=True)) as engine,
-    ):
-        engine.use(rules)
-        for ranks in (EVERYONE, (dist.get_rank(),)):
-            engine.predict(models.branches("flux", "even"), ranks)
-            by_size[len(ranks)], used[:] = list(used), []
-    return by_size
-
-
-def test_side_streams_are_of_teams_alone() -> None:
-    """One rank goes on as it did."""
-    alone = [("stream", True), ("mlp", False)]
-    for in_use in (True, False):
-        expected = {2: [("stream", in_use), ("mlp", in_use)], 1: alone}
-        assert gang(2).run(streams_of, ExchangeRules(side_streams=in_use)) == [expected] * 2
 
 
 def divided(
