@@ -244,6 +244,8 @@ class DenoiserModel:
     """Inputs that ``hoisted`` reads: branches that share them share what it computes. Empty: all, and the constants."""
     hoisted_features: int = 0
     """Numbers that ``hoisted`` leaves on every rank for each token of a step, if these are many."""
+    hoisted_numbers: int = 0
+    """Numbers that ``hoisted`` leaves for the longest prompt, if these are many."""
     hoists_by_blocks: bool = False
     """Whether ``hoisted`` calls whole blocks, or holds the weights of those inside which it calls layers
     (``offload.on_device``): then it runs once a job with offloaded blocks too."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engines.core.model import StepTensors
 from engines.core.tensors import device_with_index
-from engines.fast.interface import named_stream
+from engines.fast.interface import GRAPH_PRIORITY, named_stream
 
 NUM_WARM_UP_RUNS = 2
 """Uncaptured runs before recording: they compile kernels, create handles and open NCCL channels."""
@@ -22,7 +22,7 @@ class GraphPool:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device_with_index(device)
-        self.stream = named_stream(self.device, "graphs", priority=-1)  # side streams use what this one leaves
+        self.stream = named_stream(self.device, "graphs", priority=GRAPH_PRIORITY)
         self.handle: Any = torch.cuda.graph_pool_handle()
         self._inputs: WeakValueDictionary[Hashable, Tensor] = WeakValueDictionary()
         """Buffers that at least one graph reads."""

@@ -20,6 +20,9 @@ from torch import Tensor
 from engines.core.resources import rank_resources
 from engines.fast.kernels import HeadNorms
 
+GRAPH_PRIORITY = -1
+"""Priority of the stream on which steps are captured; side streams use what it leaves. Replays keep priorities."""
+
 
 class NamedStreams(dict[Hashable, torch.cuda.Stream]):
     """Streams of a rank by device, name and priority."""

@@ -128,7 +128,7 @@ def whole_queries(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
         prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         if rows == ():
-            out_BLHD, lse_BHL = torch.zeros_like(q_BLHD), q_BLHD[..., 0].mT.float().fill_(-torch.inf)
+            out_BLHD, lse_BHL = torch.zeros_like(q_BLHD), torch.full_like(q_BLHD[..., 0].mT, -torch.inf).float()
         else:
             out_BLHD, lse_BHL = attend(q_BLHD, k_BKGD, v_BKGD, mask_BM=mask_BM, prefix=prefix)
         parts_NBLHE = all_gather(torch.cat((out_BLHD.float(), lse_BHL.mT[..., None]), dim=-1), axis)

@@ -19,7 +19,7 @@ from torch.multiprocessing.spawn import ProcessContext, ProcessException, start_
 
 from engines.core.spec import ParallelSpec, tiling_sizes
 from engines.core.torch_private import int_mm, scaled_mm
-from engines.parallel.collectives import EXCHANGES, Axis, Exchange
+from engines.parallel.collectives import EXCHANGES, Axis, Exchange, all_gather
 from engines.parallel.local_attention import local_kernel
 from engines.parallel.mesh import Groups, Teams
 from engines.planner.machine import Line, Machine, Rates
@@ -27,6 +27,12 @@ from engines.planner.profile import ModelProfile
 
 NUM_WARM, NUM_TIMED = 2, 7
 """Calls before those that are timed, and calls that are."""
+
+SIZES = {"cpu": (2**14, 2**20), "cuda": (2**16, 2**24, 2**27)}
+"""Bytes of exchanges that are measured, the last one unless an earlier one is slow. A call from Python takes up to
+150 us on some hosts, behind which NVLink hides a transfer of 16 MiB."""
+SLOW_EXCHANGE_S = 0.02
+"""An exchange that takes longer, as over a network, is measured with no larger size: the start would wait for it."""
 
 
 def measure(profile: ModelProfile, teams: Teams, device: torch.device, attention: str = "auto") -> Machine:
@@ -121,19 +127,25 @@ def smallest_memory_bytes(device: torch.device) -> int:
 
 
 def _exchange_lines(teams: Teams, device: torch.device) -> dict[str, Line]:
-    """Measure each kind at two sizes, over teams of every size of the gang. Teams of one size measure side by side.
-
-    A call from Python takes up to 150 us on some hosts, behind which NVLink hides a transfer of 16 MiB.
-    """
-    small, large = (2**14, 2**20) if device.type == "cpu" else (2**16, 2**27)
+    """Measure each kind at two sizes, over teams of every size of the gang. Teams of one size measure side by side."""
+    small, *larger = SIZES["cpu" if device.type == "cpu" else "cuda"]
     lines: dict[str, Line] = {}
     for team in teams.all():
         if team.spec != ParallelSpec(ulysses=len(team.ranks)) or len(team.ranks) == 1:
             continue
         for kind, exchange in EXCHANGES.items():
-            points = [(float(size), _exchange_s(exchange, size, team.ulysses, device)) for size in (small, large)]
-            lines[f"{kind}/{len(team.ranks)}"] = Line.through(*points)
+            first = float(small), _exchange_s(exchange, small, team.ulysses, device)
+            for size in larger:
+                last = float(size), _exchange_s(exchange, size, team.ulysses, device)
+                if _slowest_s(last[1], team.ulysses, device) > SLOW_EXCHANGE_S:
+                    break
+            lines[f"{kind}/{len(team.ranks)}"] = Line.through(first, last)
     return lines
+
+
+def _slowest_s(own_s: float, axis: Axis, device: torch.device) -> float:
+    """Return the seconds of the slowest rank, on all ranks."""
+    return float(all_gather(torch.tensor([own_s], device=device), axis).max())
 
 
 def _exchange_s(exchange: Exchange, size_bytes: int, axis: Axis, device: torch.device) -> float:

@@ -82,6 +82,8 @@ class ModelProfile:
     """Transformers, of which a step runs one."""
     hoisted_features: int = 0
     """Numbers for each token that every rank holds whole (``DenoiserModel``)."""
+    hoisted_numbers: int = 0
+    """Numbers for each prompt that every rank with whole weights holds (``DenoiserModel``)."""
     has_fast_path: bool = False
     """Whether the family has a hand-ordered step."""
     divides_tokens: bool = True
@@ -199,6 +201,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
         tensor_unit=_tensor_unit(model, source, num_key_heads),
         largest_weight_bytes=counter.largest_weight_bytes,
         hoisted_features=model.hoisted_features,
+        hoisted_numbers=model.hoisted_numbers,
         has_fast_path=model.fast is not None and model.weights is None,
         divides_tokens=bool(model.plan.shards),
         **_sizes_of_blocks(model),

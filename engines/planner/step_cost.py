@@ -221,9 +221,15 @@ class StepCost:
         gathered = 2 * self.hidden_bytes * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0.0
         hoisted = self.profile.hoisted_features * self.profile.element_bytes * self.layout.num_tokens
         buffers = hoisted if hoisted <= MAX_CAPTURED_BYTES else 0  # which a captured step reads
-        activations = LIVE_COPIES * self.hidden_bytes + gathered + hoisted + buffers
+        prompts = 0
+        if not (self.spec.divides_weights or self.offloaded_blocks):
+            prompts = (NUM_PROMPTS + 1) * self.profile.hoisted_numbers * self.profile.element_bytes
+        activations = LIVE_COPIES * self.hidden_bytes + gathered + hoisted + buffers + prompts
         return int(max(self.weight_bytes() + activations, self.loading_bytes()))
 
+
+NUM_PROMPTS = 2
+"""Prompts whose keys and values are kept: a job's own and its negative one. A captured step reads a copy of one."""
 
 OFFLOAD_BUFFERS = 2
 """Buffers for offloaded blocks of a module: one is filled while the block in the other runs."""

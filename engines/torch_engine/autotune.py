@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 NOISE = 0.03
 """Step times within this fraction are equal: the simpler name wins, then the alphabet, or the default exchange."""
 NUM_TIMED = 5
-"""Timed steps of a candidate, after an untimed one. The shortest counts: other load can only add time."""
+"""Timed steps of a candidate, after one that shows whether it is long. The shortest counts: load can only add time."""
 LONG_STEP_S = 0.5
 """If a step is predicted to take longer, only its first blocks are timed: as many as take this long by prediction.
 
@@ -269,28 +269,22 @@ class Autotuner:
     def _time_s(self, branches: tuple[Branch, ...], ranks: tuple[int, ...], exchange: str = "") -> float:
         """Return the seconds of a step on the gang's slowest rank, while all teams of this size work."""
         engine = self._engine
-        for _ in range(RUNS_BEFORE_CAPTURE):
+        for _ in range(RUNS_BEFORE_CAPTURE + self._is_whole):  # the last run of a whole step captures it
             engine.predict(branches, ranks)
-        if not self._is_whole:
-            time_s = self._shortest_s(branches, ranks, NUM_TIMED_LONG)
-        elif self._shortest_s(branches, ranks, 1) > LONG_STEP_S:  # which captures the step
-            time_s = self._shortest_s(branches, ranks, 1)
-        else:
-            engine.predict(branches, ranks)
-            time_s = self._shortest_s(branches, ranks, NUM_TIMED, num_untimed=1)
+        time_s = self._shortest_s(branches, ranks, 1 if self._is_whole else NUM_TIMED_LONG)
+        if self._is_whole and time_s <= LONG_STEP_S:
+            time_s = self._shortest_s(branches, ranks, NUM_TIMED)
         engine.release_steps()
         name = engine.division.team(ranks, len(branches)).spec.name
         blocks = "" if self._is_whole else f", first {_most_blocks(self._model)} blocks"
         self.times_ms[f"{name} on {len(ranks)}, branches: {len(branches)}{exchange}{blocks}"] = round(1e3 * time_s, 3)
         return time_s
 
-    def _shortest_s(
-        self, branches: tuple[Branch, ...], ranks: tuple[int, ...], num_timed: int, *, num_untimed: int = 0
-    ) -> float:
+    def _shortest_s(self, branches: tuple[Branch, ...], ranks: tuple[int, ...], num_timed: int) -> float:
         """Return the shortest of ``num_timed`` steps, each by the slowest rank, while no process prepares."""
         with self._lock.held():
-            timed_s = [_timed_s(self._engine, branches, ranks) for _ in range(num_untimed + num_timed)]
-            times_s = torch.tensor(timed_s[num_untimed:], device=self._engine.device)
+            timed_s = [_timed_s(self._engine, branches, ranks) for _ in range(num_timed)]
+            times_s = torch.tensor(timed_s, device=self._engine.device)
             dist.all_reduce(times_s, op=dist.ReduceOp.MAX)
             return float(times_s.min())
 

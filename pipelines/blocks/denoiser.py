@@ -53,6 +53,7 @@ def as_denoiser(
         hoisted=spec.hoisted,
         hoisted_inputs=spec.hoisted_inputs,
         hoisted_features=spec.hoisted_features(config),
+        hoisted_numbers=spec.hoisted_numbers(config),
         hoists_by_blocks=spec.hoists_by_blocks,
         reads_values=spec.reads_values,
         fast=spec.fast_weights(config),

@@ -199,6 +199,10 @@ class ModelSpec(ABC):
         """Return how many numbers ``hoisted`` leaves for each token (``DenoiserModel``); 0 if they are few."""
         return 0
 
+    def hoisted_numbers(self, config: Config) -> int:
+        """Return how many numbers ``hoisted`` leaves for the longest prompt (``DenoiserModel``); 0 if they are few."""
+        return 0
+
     def heads(self, config: Config) -> tuple[int, int]:
         """Return number and dim of the heads of self-attention."""
         return config["num_attention_heads"], config["attention_head_dim"]

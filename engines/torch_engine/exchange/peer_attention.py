@@ -35,7 +35,7 @@ from torch import Tensor
 
 from engines.core.attention import Kernel
 from engines.core.layout import Rows, TokenLayout
-from engines.fast.interface import SideStream, wait_for
+from engines.fast.interface import GRAPH_PRIORITY, SideStream, wait_for
 from engines.parallel.collectives import Axis
 from engines.torch_engine.exchange.heads import Attend
 from engines.torch_engine.exchange.peer_heads import one_operation
@@ -108,7 +108,7 @@ class PeerUlysses:
         self._attend, self._axis = attend, axis
         self._streams = copy_streams(axis, device, to_self=True)
         # The long part starts before the last one, which then fills idle multiprocessors at its end.
-        self._second_stream = SideStream(device, "every other part", priority=-1)
+        self._second_stream = SideStream(device, "every other part", priority=GRAPH_PRIORITY - 1)
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
     def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor:

@@ -143,6 +143,11 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
             free=SWITCHES,
         )
 
+    def hoisted_numbers(self, config: Config) -> int:
+        heads, dim = self.heads(config)
+        changes = config.get("cross_attn_mod") or config.get("audio_cross_attn_mod")  # with the timestep
+        return 0 if changes else 2 * int(config["num_layers"]) * heads * dim * MAX_TOKENS
+
     def unused_parts(self, path: Path) -> tuple[str, ...]:
         return tuple(part for part in UNUSED if part_class(path, part) is not None)
 

@@ -165,6 +165,11 @@ class WanSpec(ModelSpec):
             carried=("hidden_states",),
         )
 
+    def hoisted_numbers(self, config: Config) -> int:
+        heads, dim = self.heads(config)
+        num_blocks = int(config["num_layers"]) + len(config.get("vace_layers") or ())
+        return 2 * num_blocks * heads * dim * (MAX_TOKENS + PICTURE_TOKENS * attends_to_pictures(config))
+
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {VIDEO: num_patches(arguments["hidden_states"].shape[2:], config["patch_size"])}
 

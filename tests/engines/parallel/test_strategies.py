@@ -65,7 +65,8 @@ def test_queries_that_all_ranks_hold(num_tokens: int, masked: bool) -> None:
     q, k, v, mask = few_queries(num_tokens, masked)
     out_BLHD, lse_BHL = plain_attention(q, k, v, mask_BM=mask)
     answers = gang(4).run(attend_whole, num_tokens, masked)
-    for mine, lse in answers:
+    for mine, lse, queries in answers:
+        assert torch.equal(queries, q), "they stay as they were"
         torch.testing.assert_close(mine, out_BLHD)
         torch.testing.assert_close(lse, lse_BHL)
         assert torch.equal(mine, answers[0][0])
@@ -77,14 +78,14 @@ def few_queries(num_tokens: int, masked: bool) -> tuple[Tensor, Tensor, Tensor, 
     return qkv()[0][:, :3], k_BMGD, v_BMGD, mask_BM if masked else None
 
 
-def attend_whole(num_tokens: int, masked: bool) -> tuple[Tensor, Tensor]:
+def attend_whole(num_tokens: int, masked: bool) -> tuple[Tensor, Tensor, Tensor]:
     layout, rank = TokenLayout(lengths=(("clip", num_tokens),), num_chunks=4), dist.get_rank()
     teams = Teams(rank=rank, num_ranks=4, specs=(spec := ParallelSpec.of("hybrid", 4),), groups=Groups.of_gang())
     q, k, v, mask = few_queries(num_tokens, masked)
     mine, values, masks = (None if x is None else layout.cut(x, dim=1, stream="clip", index=rank) for x in (k, v, mask))
     assert mine is not None
     assert values is not None
-    return whole_queries(cpu_flash, teams.team((0, 1, 2, 3), spec), layout)(q, mine, values, mask_BM=masks)
+    return *whole_queries(cpu_flash, teams.team((0, 1, 2, 3), spec), layout)(q, mine, values, mask_BM=masks), q
 
 
 @pytest.mark.parametrize(("heads", "wanted", "given"), [(10, 2, 2), (10, 3, 2), (10, 4, 2), (7, 4, 1), (3, 8, 3)])

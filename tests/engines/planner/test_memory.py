@@ -150,6 +150,21 @@ def test_what_a_job_computes_once_counts_twice_only_where_steps_are_captured(num
     assert whole.memory_bytes() - step.memory_bytes() == copies * num_bytes
 
 
+@pytest.mark.parametrize(
+    ("spec", "offloaded_blocks", "copies"),
+    [(ParallelSpec(), 0, 3), (ParallelSpec(tensor=2), 0, 0), (ParallelSpec(), 1, 0)],
+    ids=["whole weights", "divided weights", "offloaded blocks"],
+)
+def test_keys_of_a_prompt_and_of_a_negative_one_are_kept_and_read_by_a_graph(
+    spec: ParallelSpec, offloaded_blocks: int, copies: int
+) -> None:
+    counted = profile(models.model("flux"))
+    layout = TokenLayout(lengths=(("image", 256),), num_chunks=1)
+    step = StepCost(counted, layout, spec, H200, "native", offloaded_blocks)
+    keyed = replace(step, profile=replace(counted, hoisted_numbers=2**20))
+    assert keyed.memory_bytes() - step.memory_bytes() == copies * 2**20 * counted.element_bytes
+
+
 def test_quantised_weights_need_no_room_for_those_that_are_read() -> None:
     counted = profile(models.model("flux"))
     layout = TokenLayout(lengths=(("text", 1), ("image", 1)), num_chunks=1)

@@ -23,7 +23,6 @@ from engines.core.host_copy import TouchedMemory
 from engines.core.model import DenoiserModel
 from engines.core.resources import rank_resources
 from engines.core.spec import ParallelSpec
-from engines.fast.interface import SideStream
 from engines.parallel.ulysses import ulysses_in_parts
 from engines.planner.cost_model import Cost
 from engines.registry import load_engine
@@ -31,9 +30,11 @@ from engines.torch_engine import autotune
 from engines.torch_engine.autotune import (
     EXCHANGE_FIELDS,
     MIN_BLOCKS,
+    NUM_TIMED,
     NUM_TIMED_LONG,
     Autotuner,
     DividedForward,
+    GangLock,
     alternative,
     is_exchange_negligible,
     model_to_time,
@@ -44,6 +45,7 @@ from engines.torch_engine.decision import Decision, DecisionFile
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
+from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 from tests.engines.torch_engine.support.decisions import (
@@ -121,10 +123,24 @@ def of_long_steps(folder: Path) -> Started:
 
 
 def test_long_steps_are_timed_once_and_branches_in_turn_never(tmp_path: Path) -> None:
-    """A step is timed twice, since the first time tells that it is long."""
     for found in gang(2).run(of_long_steps, tmp_path):
         assert (found.strategy, found.at_once) == ("allgather_kv2", "allgather_kv2")
-        assert found.num_timed == 2 * len(("ring2", "allgather_kv2", "ulysses2", "guidance2"))
+        assert found.num_timed == len(("ring2", "allgather_kv2", "ulysses2", "guidance2"))
+
+
+@pytest.mark.parametrize(("step_s", "num_timed"), [(0.2, 1 + NUM_TIMED), (0.6, 1)])
+def test_a_capture_makes_no_step_long(step_s: float, num_timed: int) -> None:
+    """It runs the step several times."""
+    engine, times_s = Mock(device=torch.device("cpu")), list[float]()
+
+    def timed_s(*_: Any) -> float:
+        times_s.append(step_s if engine.predict.call_count > RUNS_BEFORE_CAPTURE or times_s else 4 * step_s)
+        return times_s[-1]
+
+    tuner = Autotuner(models.model("flux"), engine, (), {}, GangLock(None))
+    with patch.object(autotune, "_timed_s", timed_s), patch.object(dist, "all_reduce"):
+        assert tuner._time_s((), (0,)) == pytest.approx(step_s)
+    assert len(times_s) == num_timed
 
 
 ALL_NEAR = Times(strategies_ms={"ring2": 714.0, "allgather_kv2": 616.0, "ulysses2": 714.0, "guidance2": 500.0})
@@ -427,34 +443,6 @@ def test_an_engine_with_its_weights_goes_over_to_other_rules() -> None:
     """From as many tokens on as they say, and back again."""
     assert gang(2).run(kernels_of, ExchangeRules(parts_from_tokens=NUM_TOKENS["even"])) == [[1, 1, 1, 1]] * 2
     assert gang(2).run(kernels_of, ExchangeRules(parts_from_tokens=1)) == [[1, 2, 2, 2]] * 2
-
-
-def streams_of(rules: ExchangeRules) -> dict[int, list[tuple[str, bool]]]:
-    """The side streams of steps over two ranks and over one, and whether these are in use."""
-    used: list[tuple[str, bool]] = []
-
-    def recorded(device: torch.device, name: str, *, in_use: bool = True) -> SideStream:
-        used.append((name, in_use))
-        return SideStream(device, name, in_use=in_use)
-
-    by_size = {}
-    with (
-        patch("engines.torch_engine.fast_step.SideStream", recorded),
-        closing(TorchEngine(models.model("flux"), strategy="ulysses", fast=True)) as engine,
-    ):
-        engine.use(rules)
-        for ranks in (EVERYONE, (dist.get_rank(),)):
-            engine.predict(models.branches("flux", "even"), ranks)
-            by_size[len(ranks)], used[:] = list(used), []
-    return by_size
-
-
-def test_side_streams_are_of_teams_alone() -> None:
-    """One rank goes on as it did."""
-    alone = [("stream", True), ("mlp", False)]
-    for in_use in (True, False):
-        expected = {2: [("stream", in_use), ("mlp", in_use)], 1: alone}
-        assert gang(2).run(streams_of, ExchangeRules(side_streams=in_use)) == [expected] * 2
 
 
 def divided(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,17 @@ from torch import Tensor
 from engines.core.engine import JobFailedError
 from engines.core.model import Branch
 from engines.core.tensors import relative_difference
+from engines.fast.interface import SideStream
 from engines.parallel.self_check import WrongAnswerError
 from engines.quantization.calibration import recording, save_calibration
 from engines.torch_engine.checks import check_fast_path
 from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
 from pipelines.models.mmdit import FastMMDiT
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
+from tests.engines.torch_engine.support.decisions import EVERYONE
 
 Teams = tuple[tuple[int, ...], ...]
 
@@ -245,3 +249,31 @@ def test_closing_gives_the_model_back() -> None:
     engine.close()
     after = [len(module._forward_hooks) for module in model.modules["transformer"].modules()]
     assert sum(after) == sum(hooks) - 1
+
+
+def streams_of(rules: ExchangeRules) -> dict[int, list[tuple[str, bool]]]:
+    """The side streams of steps over two ranks and over one, and whether these are in use."""
+    used: list[tuple[str, bool]] = []
+
+    def recorded(device: torch.device, name: str, *, in_use: bool = True) -> SideStream:
+        used.append((name, in_use))
+        return SideStream(device, name, in_use=in_use)
+
+    by_size = {}
+    with (
+        patch("engines.torch_engine.fast_step.SideStream", recorded),
+        closing(TorchEngine(models.model("flux"), strategy="ulysses", fast=True)) as engine,
+    ):
+        engine.use(rules)
+        for ranks in (EVERYONE, (dist.get_rank(),)):
+            engine.predict(models.branches("flux", "even"), ranks)
+            by_size[len(ranks)], used[:] = list(used), []
+    return by_size
+
+
+def test_side_streams_are_of_teams_alone() -> None:
+    """One rank goes on as it did."""
+    alone = [("stream", True), ("mlp", False)]
+    for in_use in (True, False):
+        expected = {2: [("stream", in_use), ("mlp", in_use)], 1: alone}
+        assert gang(2).run(streams_of, ExchangeRules(side_streams=in_use)) == [expected] * 2

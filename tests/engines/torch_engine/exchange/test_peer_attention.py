@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from engines.core.attention import Kernel
+from engines.fast import graph
+from engines.fast.graph import GraphPool
 from engines.parallel.collectives import Axis
 from engines.parallel.local_attention import plain_attention
 from engines.torch_engine.exchange.heads import without_lse
-from engines.torch_engine.exchange.peer_attention import parts_of, peer_ulysses
+from engines.torch_engine.exchange.peer_attention import PeerUlysses, parts_of, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import copy_rows
 from tests.engines.torch_engine.support.teams import WORLD, axis_of
 from tests.engines.torch_engine.support.thread_memory import CPU, ThreadMemory, on_all_ranks
@@ -104,6 +106,16 @@ def test_no_barrier_waits_while_a_long_part_starts(heads: int, expected: list[ob
     with patch("engines.torch_engine.exchange.peer_attention.PeerMemory", SimpleNamespace(open=open_memory)):
         together([peer_ulysses(partial(attend, rank), axis_of(rank), CPU) for rank in range(WORLD)], 1, heads)
     assert calls == expected
+
+
+def test_the_long_part_goes_first_in_a_graph_too() -> None:
+    """The stream on which a graph is captured has a priority of its own. Lower ones run first."""
+    with patch.object(graph, "named_stream") as graphs, patch("torch.cuda.graph_pool_handle"):
+        GraphPool(torch.device("cuda", 0))
+    with patch("engines.fast.interface.named_stream") as ours:
+        PeerUlysses(without_lse(plain_attention), axis_of(0), torch.device("cuda", 0))
+    (long,) = (call.args[2] for call in ours.call_args_list if call.args[1] == "every other part")
+    assert long < graphs.call_args.kwargs["priority"]
 
 
 @pytest.mark.parametrize(

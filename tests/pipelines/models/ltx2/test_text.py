@@ -14,6 +14,7 @@ import torch
 from engines.core.model import Branch, DenoiserModel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
+from pipelines.models.ltx2.spec import MAX_TOKENS
 from pipelines.models.ltx2.text import KEYS_VALUES, TEXT, hoisted_text
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_ltx
@@ -41,6 +42,8 @@ def test_the_step_is_that_of_diffusers(folders: Callable[[Any], Path]) -> None:
     (module,) = model.modules.values()
     hoisted = hoisted_text(module, branch.arguments)
     assert hoisted[KEYS_VALUES].shape[:2] == (2, 2)
+    num_tokens = branch.inputs[TEXT].shape[1]
+    assert hoisted[KEYS_VALUES].numel() * MAX_TOKENS == model.hoisted_numbers * num_tokens, "which the planner counts"
     assert branch.inputs[MASK].numel() == 0
     several = [model.forward(module, own) for own in ({**branch.arguments, **hoisted}, branch.arguments)]
     mixed = model.forward(module, {**other.arguments, TEXT: branch.inputs[TEXT]})
@@ -71,3 +74,4 @@ def test_a_text_that_timesteps_change_is_left(make: Any, folders: Callable[[Any]
     model, (branch, *_) = opened(folders(make))
     (module,) = model.modules.values()
     assert hoisted_text(module, branch.arguments) == {}
+    assert model.hoisted_numbers == 0

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 
 from engines.core.model import Branch
 from engines.torch_engine.engine import TorchEngine
+from pipelines.checkpoint import Checkpoint
 from pipelines.models.wan.attention import forward, hoisted_text
+from pipelines.models.wan.spec import MAX_TOKENS, PICTURE_TOKENS
 from tests.engines.support import models
+from tests.pipelines.support.checkpoints import tiny_vace, tiny_video
+from tests.pipelines.support.checkpoints.first_steps import first_step
 
 
 def branch_and_other() -> tuple[Branch, Branch]:
@@ -36,6 +43,18 @@ def test_the_text_itself_is_read_no_more() -> None:
     mixed = forward(whole, {**other.inputs, **hoisted_text(whole, branch.inputs)})
     torch.testing.assert_close(mixed, forward(whole, branch.inputs))
     assert not torch.allclose(mixed, forward(whole, other.inputs))
+
+
+@pytest.mark.parametrize(
+    ("make", "num_tokens"),
+    [(tiny_video.wan_picture, MAX_TOKENS + PICTURE_TOKENS), (tiny_vace.wan_vace, MAX_TOKENS)],
+)
+@torch.no_grad()
+def test_the_planner_counts_the_longest_text(make: Any, num_tokens: int, folders: Callable[[Any], Path]) -> None:
+    folder = folders(make)
+    model, (branch, *_) = Checkpoint(folder).denoiser(), first_step(folder)
+    (x_N2BTC,) = hoisted_text(model.modules[branch.module], branch.arguments).values()
+    assert x_N2BTC[..., 0, :].numel() * num_tokens == model.hoisted_numbers
 
 
 def test_an_engine_makes_it_once_for_each_text() -> None:
