@@ -235,9 +235,17 @@ def ways_of(
         IN_PARTS: [
             (f"ours, in parts, {each}", partial(own, each, None, exchange=ExchangeRules(parts_from_tokens=1)))
             for each in arguments.strategies
-            if world == 1 or ParallelSpec.of(each, world).ulysses > 1
+            if exchanges_heads(each, world)
         ],
     }
+
+
+def exchanges_heads(strategy: str, world: int) -> bool:
+    """Return whether it does, or may: the engine refuses a strategy that these ranks cannot use, at its turn."""
+    try:
+        return world == 1 or ParallelSpec.of(strategy, world).ulysses > 1
+    except ValueError:
+        return True
 
 
 def eager(

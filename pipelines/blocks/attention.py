@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -49,32 +50,27 @@ def set_kernel(module: nn.Module, kernel: Kernel, local: tuple[str, ...] = ()) -
         raise ValueError(f"no attention of {type(module).__name__} can be given a kernel")
 
 
-class RotatedAttention:
-    """Stands for ``attn`` in its processor, which gets queries and keys that are normalised and rotated already.
+class PrecomputedAttention:
+    """Stands for ``attn`` in its processor, which gets some of queries, keys and values as they were made before.
 
-    Their layers return what was made before the call. All other attributes are those of ``attn``.
+    Their layers return these, and norms after them return their input. All other attributes are those of ``attn``.
     """
 
     fused_projections = False
 
-    def __init__(self, attn: Any, q_BLHD: Tensor, k_BMHD: Tensor) -> None:
+    def __init__(self, attn: Any, **made_BLC: Tensor) -> None:
+        """Names in ``made_BLC`` are "q", "k" and "v"."""
         self._attn = attn
-        self._q_BLC, self._k_BMC = q_BLHD.flatten(2), k_BMHD.flatten(2)
+        for name, x_BLC in made_BLC.items():
+            setattr(self, f"to_{name}", partial(_first, x_BLC))
+            setattr(self, f"norm_{name}", _first)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._attn, name)
 
-    def to_q(self, _: Tensor) -> Tensor:
-        return self._q_BLC
 
-    def to_k(self, _: Tensor) -> Tensor:
-        return self._k_BMC
-
-    def norm_q(self, q: Tensor) -> Tensor:
-        return q
-
-    def norm_k(self, k: Tensor) -> Tensor:
-        return k
+def _first(x: Tensor, *_: Tensor) -> Tensor:
+    return x
 
 
 def row_norm(norm: nn.Module) -> RowNorm | None:
@@ -97,9 +93,10 @@ def fused_queries_and_keys(attn: Any, x_BLC: Tensor, tables: RotaryTables, dim: 
     return rotated_heads((attn.to_q(x_BLC), attn.to_k(x_BLC)), norms, tables, dim)
 
 
-def rotate_heads(attn: Any, x_BLC: Tensor, tables: RotaryTables) -> RotatedAttention:
+def rotate_heads(attn: Any, x_BLC: Tensor, tables: RotaryTables) -> PrecomputedAttention:
     """Return what stands for self-attention ``attn`` after that pass."""
-    return RotatedAttention(attn, *fused_queries_and_keys(attn, x_BLC, tables, attn.head_dim))
+    q_BLHD, k_BLHD = fused_queries_and_keys(attn, x_BLC, tables, attn.head_dim)
+    return PrecomputedAttention(attn, q=q_BLHD.flatten(2), k=k_BLHD.flatten(2))
 
 
 def replace_processors(module: nn.Module, ours: Mapping[type[Any], type[Any]]) -> None:

@@ -14,7 +14,18 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import kernel_times
-from benchmarks.model_step import Arguments, diffusers, facts_of, in_order, main, of_whole, parse, results_of, ways_of
+from benchmarks.model_step import (
+    Arguments,
+    attempt,
+    diffusers,
+    facts_of,
+    in_order,
+    main,
+    of_whole,
+    parse,
+    results_of,
+    ways_of,
+)
 from benchmarks.models.published import PublishedModel
 from benchmarks.peers import capture
 from benchmarks.peers.capture import CapturedPeer
@@ -76,6 +87,13 @@ def test_only_heads_are_exchanged_in_parts() -> None:
     ways = ways_of(model, torch.zeros(1), arguments, 2, OpenPeer(model))
     assert [name for name, _ in ways["ours in parts"]] == ["ours, in parts, ulysses"]
     assert [name for name, _ in ways["ours"]] == ["ours, ulysses", "ours, allgather_kv", "ours, ring"]
+
+
+def test_a_strategy_that_these_ranks_cannot_use_leaves_other_makers_their_turn() -> None:
+    model: Any = SimpleNamespace(module=torch.nn.Linear(1, 1))
+    ways = ways_of(model, torch.zeros(1), Arguments(strategies=("guidance", "ulysses")), 3, OpenPeer(model))
+    assert [name for name, _ in ways["ours in parts"]] == ["ours, in parts, guidance", "ours, in parts, ulysses"]
+    assert "error" in attempt(ways["ours in parts"][0][1])
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2])

@@ -111,7 +111,7 @@ def _rotated(
     q_norm, k_norm = attention.row_norm(attn.norm_q), attention.row_norm(attn.norm_k)
     (q_BLHD,) = rotated_heads((attn.to_q(x_BLC),), (q_norm,), _tables(attn, q_tables), attn.head_dim)
     (k_BMHD,) = rotated_heads((attn.to_k(context_BMC),), (k_norm,), _tables(attn, k_tables), attn.head_dim)
-    return attention.RotatedAttention(attn, q_BLHD, k_BMHD), None, None
+    return attention.PrecomputedAttention(attn, q=q_BLHD.flatten(2), k=k_BMHD.flatten(2)), None, None
 
 
 def _tables(attn: Any, tables: CosSin) -> RotaryTables:

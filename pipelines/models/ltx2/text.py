@@ -15,6 +15,7 @@ from diffusers.modular_pipelines.ltx2.before_denoise import LTX2TextInputStep
 from torch import Tensor, nn
 
 from engines.core.model import ModelInputs
+from pipelines.blocks.attention import PrecomputedAttention
 
 TEXT, KEYS_VALUES = "encoder_hidden_states", "text_keys_values"
 """An input of the module, and one beside its own: (blocks, keys and values, B, T, C), keys normalised."""
@@ -50,28 +51,9 @@ class TextProcessor(LTX2AudioVideoAttnProcessor):  # type: ignore[misc]
         """Attend. The names are those of diffusers."""
         if encoder_hidden_states.ndim == 4:
             k_BTC, encoder_hidden_states = encoder_hidden_states.unbind(0)
-            attn = _WithKeys(attn, k_BTC)
+            attn = PrecomputedAttention(attn, k=k_BTC, v=encoder_hidden_states)
         out_BLC: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, *others)
         return out_BLC
-
-
-class _WithKeys:
-    """Stands for ``attn`` in its processor, which gets values in place of the text."""
-
-    def __init__(self, attn: Any, k_BTC: Tensor) -> None:
-        self._attn, self._k_BTC = attn, k_BTC
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._attn, name)
-
-    def to_k(self, _: Tensor) -> Tensor:
-        return self._k_BTC
-
-    def norm_k(self, k: Tensor) -> Tensor:
-        return k
-
-    def to_v(self, v: Tensor) -> Tensor:
-        return v
 
 
 def keys_and_values(attn: Any, text_BTC: Tensor) -> tuple[Tensor, Tensor]:

@@ -225,6 +225,15 @@ def grouped(heads: Heads) -> Any:
     return lambda q, *kv: heads.attend(q, *(x.repeat_interleave(2, dim=2) for x in kv))
 
 
+@pytest.mark.parametrize("pairs", [DIM // 2, 9])
+def test_compilers_know_the_strides_of_its_results(pairs: int) -> None:
+    """They read results at the strides of the fake version's. Queries and keys are columns of wider rows here."""
+    q_BLC, k_BLC, _ = torch.randn(BATCH, LENGTH, 3 * CHANNELS).chunk(3, -1)
+    cos, sin = (x.transpose(1, 2)[..., ::2] for x in tables_of(BATCH, HEADS, LENGTH, 2 * pairs))
+    norms = [torch.ones(DIM)] * 2
+    torch.library.opcheck(rotary._run, ([q_BLC, k_BLC], norms, DIM, 1e-6, False, cos, sin, False, False, DIM))
+
+
 def on_gpu(**changes: Any) -> Any:
     return Mock(**{"is_cuda": True, "dtype": torch.bfloat16, **changes})
 
