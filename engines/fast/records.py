@@ -110,7 +110,7 @@ class RotaryTables(NamedTuple):
     cos_BLHP: Tensor
     """B and H may be 1."""
     sin_BLHP: Tensor
-    """Of the same shape."""
+    """Shaped as ``cos_BLHP``."""
     interleaved: bool
     """Whether a pair are neighbours; else they are P features apart."""
     rounded: bool = False

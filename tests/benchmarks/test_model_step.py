@@ -81,7 +81,7 @@ def test_pictures_in_one_forward_are_as_good_as_diffusers_and_not_alike(folder: 
 
 
 def test_only_heads_are_exchanged_in_parts() -> None:
-    """As in a gang, whose autotuner leaves other strategies as they are."""
+    """A gang's autotuner leaves other strategies as they are."""
     model: Any = SimpleNamespace(module=torch.nn.Linear(1, 1))
     arguments = Arguments(strategies=("ulysses", "allgather_kv", "ring"))
     ways = ways_of(model, torch.zeros(1), arguments, 2, OpenPeer(model))

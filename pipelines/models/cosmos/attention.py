@@ -7,8 +7,7 @@ step changes it. Every rank computes it whole; its keys and values are then divi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -37,9 +36,7 @@ from pipelines.models.cosmos.call import (
     grid,
     num_sound_tokens,
 )
-
-KEYS_VALUES = "text_keys_values"
-"""An input beside the module's own: (layers, keys and values, 1, T tokens of text, G, D), keys rotated."""
+from pipelines.models.text_keys import KEYS_VALUES, replace_text
 
 CosSin = tuple[Tensor, Tensor]
 """``(T, D)`` each, for the tokens that are rotated."""
@@ -100,7 +97,7 @@ def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
     keys_values = call.get(KEYS_VALUES)
     if keys_values is None:
         keys_values = hoisted_text(module, call)[KEYS_VALUES]
-    with _replace_text(module, keys_values):
+    with replace_text(module.layers, keys_values, place=0):
         clips, sounds, _ = module(**without_text(module.config, call), return_dict=False)
     return torch.cat([velocity.flatten() for velocity in (*clips, *(sounds or ()))])[None]
 
@@ -108,7 +105,7 @@ def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
 def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
     """Return the whole half for the text: its keys and values. Linears may be split by heads.
 
-    They take 44 MB for 300 tokens of Cosmos 3 Nano in bfloat16.
+    They are ``keys_values_N21TGD`` of N layers, keys rotated: 44 MB for 300 tokens of Cosmos 3 Nano in bfloat16.
     """
     x_TC: Tensor = module.embed_tokens(inputs[TEXT_IDS])
     positions_31T = inputs[POSITIONS][:, None, : len(x_TC)]
@@ -188,20 +185,6 @@ def _split_latents(call: Mapping[str, Any]) -> tuple[Tensor, list[Tensor]]:
     parts = torch.split(call[LATENTS][0], [math.prod(shape) for shape in shapes])
     clip, *sounds = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
     return clip[None], sounds
-
-
-@contextmanager
-def _replace_text(module: Any, keys_values_N21TGD: Tensor) -> Iterator[None]:
-    """Give each layer keys and values in place of the text, before the hooks that cut tokens."""
-    with ExitStack() as stack:
-        for layer, text_21TGD in zip(module.layers, keys_values_N21TGD, strict=True):
-            hook = layer.register_forward_pre_hook(_text_hook(text_21TGD), prepend=True)
-            stack.callback(hook.remove)
-        yield
-
-
-def _text_hook(text_21TGD: Tensor) -> Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]:
-    return lambda _layer, args: (text_21TGD, *args[1:])
 
 
 def in_heads(attn: Any, x_LC: Tensor) -> Tensor:

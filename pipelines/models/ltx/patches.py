@@ -24,7 +24,7 @@ def patch_blocks(blocks: Any) -> None:
 
 
 CosSin = tuple[Tensor, Tensor]
-"""Of all features of a token, ``(B, L, C)`` each, where a pair has every value twice."""
+"""Tables of all features of a token, ``(B, L, C)`` each, where a pair has every value twice."""
 
 
 class LTXFusedProcessor(LTXVideoAttnProcessor):  # type: ignore[misc]

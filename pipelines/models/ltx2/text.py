@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from diffusers.models.transformers.transformer_ltx2 import (
@@ -16,14 +15,11 @@ from torch import Tensor, nn
 
 from engines.core.model import ModelInputs
 from pipelines.blocks.attention import PrecomputedAttention
+from pipelines.models.text_keys import KEYS_VALUES, TEXT, replace_text, stacked_keys_values
 
-TEXT, KEYS_VALUES = "encoder_hidden_states", "text_keys_values"
-"""An input of the module, and one beside its own: (blocks, keys and values, B, T, C), keys normalised."""
 MASKS = ("connector_attention_mask", "negative_connector_attention_mask")
-
-
 PROCESSORS = (LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor)
-"""Those of diffusers."""
+"""Processors of diffusers that ``TextProcessor`` replaces."""
 
 
 class LTX2OpenTextStep(LTX2TextInputStep):  # type: ignore[misc]
@@ -63,48 +59,27 @@ def keys_and_values(attn: Any, text_BTC: Tensor) -> tuple[Tensor, Tensor]:
 def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
     """Return the keys and values of the clip's attention to the text; none if timesteps change the text (LTX-2.3).
 
-    The module must be whole. They take 0.8 GB for the 1024 tokens of LTX-2 in bfloat16.
+    The module must be whole. Keys are normalised. They take 0.8 GB for the 1024 tokens of LTX-2 in bfloat16.
     """
     if module.prompt_modulation:
         return {}
     text_BTC: Tensor = inputs[TEXT]
     if module.config.use_prompt_embeddings:
         text_BTC = module.caption_projection(text_BTC)
-    channels = module.transformer_blocks[0].attn2.inner_kv_dim
-    keys_values_N2BTC = text_BTC.new_empty(len(module.transformer_blocks), 2, *text_BTC.shape[:2], channels)
-    for keys_values_2BTC, block in zip(keys_values_N2BTC, module.transformer_blocks, strict=True):
-        for target_BTC, x_BTC in zip(keys_values_2BTC, keys_and_values(block.attn2, text_BTC), strict=True):
-            target_BTC.copy_(x_BTC)
-    return {KEYS_VALUES: keys_values_N2BTC}
+    attentions = [block.attn2 for block in module.transformer_blocks]
+    return {KEYS_VALUES: stacked_keys_values(attentions, text_BTC, keys_and_values)}
 
 
-def forward(module: nn.Module, call: Mapping[str, Any]) -> tuple[Tensor, ...]:
+def forward(module: Any, call: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Return clip and sound. Masks without tokens are left out."""
     own = {name: x for name, x in call.items() if name != KEYS_VALUES and not _is_empty(x)}
-    with replace_text(module, call.get(KEYS_VALUES)):
+    with replace_text(module.transformer_blocks, call.get(KEYS_VALUES)):
         outputs: tuple[Tensor, ...] = module(**own, return_dict=False)
     return outputs
 
 
 def _is_empty(x: Any) -> bool:
     return isinstance(x, Tensor) and x.numel() == 0
-
-
-@contextmanager
-def replace_text(module: Any, keys_values_N2BTC: Tensor | None) -> Iterator[None]:
-    """Give each block keys and values in place of the clip's text, inside this context. None keeps the text."""
-    with ExitStack() as stack:
-        if keys_values_N2BTC is not None:
-            for block, x_2BTC in zip(module.transformer_blocks, keys_values_N2BTC, strict=True):
-                stack.callback(block.register_forward_pre_hook(_text_hook(x_2BTC), with_kwargs=True).remove)
-        yield
-
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def _text_hook(x_2BTC: Tensor) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Call]:
-    return lambda _block, args, keywords: (args, {**keywords, TEXT: x_2BTC})
 
 
 def read_keys(module: nn.Module) -> None:

@@ -58,7 +58,7 @@ def tables_of(*shape: int, doubled: bool = False) -> Tables:
 
 
 def by_head(length: int) -> Tables:
-    """As LTX-2's embedding makes them: a view."""
+    """Return views, which LTX-2's embedding makes too."""
     cos, sin = tables_of(BATCH, length, HEADS, DIM // 2)
     return cos.transpose(1, 2), sin.transpose(1, 2)
 

@@ -1,4 +1,4 @@
-"""What the text becomes in the clip's attention, made once a job, and masks that mask nothing."""
+"""Keys and values of the text for the clip's attention, made once a job, and masks that mask nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from engines.core.model import Branch, DenoiserModel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.ltx2.spec import MAX_TOKENS
-from pipelines.models.ltx2.text import KEYS_VALUES, TEXT, hoisted_text
+from pipelines.models.ltx2.text import hoisted_text
+from pipelines.models.text_keys import KEYS_VALUES, TEXT
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_ltx
 

@@ -1,0 +1,52 @@
+"""Keys and values of a text, made once a job and given to blocks in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+TEXT, KEYS_VALUES = "encoder_hidden_states", "text_keys_values"
+"""The text's name in modules and blocks, and that of an input beside a module's own: keys and values by block."""
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def stacked_keys_values(
+    attentions: Sequence[nn.Module], text_BTC: Tensor, make: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+) -> Tensor:
+    """Return ``keys_values_N2BTC`` of N attentions that have as many channels as the first. ``make`` returns one's."""
+    keys_values_N2BTC: Tensor | None = None
+    for number, attention in enumerate(attentions):
+        made = make(attention, text_BTC)
+        if keys_values_N2BTC is None:
+            keys_values_N2BTC = made[0].new_empty(len(attentions), 2, *made[0].shape)
+        for target_BTC, x_BTC in zip(keys_values_N2BTC[number], made, strict=True):
+            target_BTC.copy_(x_BTC)
+    assert keys_values_N2BTC is not None, "no block attends to the text"
+    return keys_values_N2BTC
+
+
+@contextmanager
+def replace_text(blocks: Sequence[nn.Module], keys_values: Tensor | None, *, place: int = 1) -> Iterator[None]:
+    """Give each block its keys and values in place of the text, inside this context. None keeps the text.
+
+    The text is the block's argument at ``place``, or the one named ``TEXT``. Hooks that cut tokens run afterwards.
+    """
+    with ExitStack() as stack:
+        if keys_values is not None:
+            for block, x in zip(blocks, keys_values, strict=True):
+                hook = block.register_forward_pre_hook(_text_hook(x, place), prepend=True, with_kwargs=True)
+                stack.callback(hook.remove)
+        yield
+
+
+def _text_hook(x: Tensor, place: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Call]:
+    def hook(_block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
+        if TEXT in keywords:
+            return args, {**keywords, TEXT: x}
+        return (*args[:place], x, *args[place + 1 :]), keywords
+
+    return hook
