@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
@@ -44,6 +46,37 @@ class Kernel(Protocol):
         mask_BM: Tensor | None = None,
         prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class EarlyKernel:
+    """A kernel that can exchange keys and values while the caller still makes the queries."""
+
+    attend: Kernel
+    """Attention with everything given at once."""
+    send: Callable[[Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]
+    """Starts to send ``k_BMGD`` and ``v_BMGD``. Returns attention to them, ``q_BLHD -> out_BLHD``, without mask and
+    prefix; the caller runs it once, before it sends others. The third tensor, of which queries will be made, keeps
+    compilers from making them first."""
+
+    def __call__(
+        self,
+        q_BLHD: Tensor,
+        k_BMGD: Tensor,
+        v_BMGD: Tensor,
+        /,
+        *,
+        mask_BM: Tensor | None = None,
+        prefix: Prefix | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        return self.attend(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
+
+
+def send_keys(kernel: Kernel, k_BMGD: Tensor, v_BMGD: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return ``q_BLHD -> out_BLHD``. An ``EarlyKernel`` starts to send keys and values; queries come of ``source``."""
+    if isinstance(kernel, EarlyKernel):
+        return kernel.send(k_BMGD, v_BMGD, source)
+    return lambda q_BLHD: kernel(q_BLHD, k_BMGD, v_BMGD)[0]
 
 
 class HeadShare(NamedTuple):

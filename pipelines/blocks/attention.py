@@ -18,7 +18,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.normalization import RMSNorm
 from torch import Tensor, nn
 
-from engines.core.attention import Kernel, Prefix
+from engines.core.attention import EarlyKernel, Kernel, Prefix
 from engines.core.shard_plan import LayerRule
 from engines.fast.records import RotaryTables, RowNorm
 from engines.fast.rotary import is_fusable, rotated_heads
@@ -91,6 +91,21 @@ def fused_queries_and_keys(attn: Any, x_BLC: Tensor, tables: RotaryTables, dim: 
     """Return ``q_BLHD`` and ``k_BLHD`` of self-attention, normalised and rotated in one pass."""
     norms = (row_norm(attn.norm_q), row_norm(attn.norm_k))
     return rotated_heads((attn.to_q(x_BLC), attn.to_k(x_BLC)), norms, tables, dim)
+
+
+def attend_keys_first(kernel: EarlyKernel, attn: Any, x_BLC: Tensor, tables: RotaryTables, dim: int) -> Tensor:
+    """Return ``out_BLHD`` of self-attention whose keys and values travel while its queries are made."""
+    (k_BLHD,) = rotated_heads((attn.to_k(x_BLC),), (row_norm(attn.norm_k),), tables, dim)
+    attend = kernel.send(k_BLHD, torch.unflatten(attn.to_v(x_BLC), 2, (-1, dim)), x_BLC)
+    (q_BLHD,) = rotated_heads((attn.to_q(x_BLC),), (row_norm(attn.norm_q),), tables, dim)
+    return attend(q_BLHD)
+
+
+def early_kernel(processor: Any) -> EarlyKernel | None:
+    """Return the kernel that diffusers' dispatcher would call for ``processor``, if keys may be sent before queries."""
+    config = processor._parallel_config
+    is_early = isinstance(config, KernelConfig) and isinstance(config.kernel, EarlyKernel)
+    return config.kernel if is_early else None
 
 
 def rotate_heads(attn: Any, x_BLC: Tensor, tables: RotaryTables) -> PrecomputedAttention:

@@ -8,7 +8,7 @@ from functools import cache, partial
 import torch
 from torch import Tensor
 
-from engines.core.attention import Kernel, Prefix
+from engines.core.attention import EarlyKernel, Kernel, Prefix
 from engines.core.layout import TokenLayout
 from engines.parallel.mesh import Team
 from engines.parallel.strategies import MakeKernel, team_kernel
@@ -92,7 +92,10 @@ def meets_peers(team: Team) -> bool:
 
 
 def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:
-    """Return ``even`` if query and key heads divide evenly and there is no mask or prefix, else ``other``."""
+    """Return ``even`` if query and key heads divide evenly and there is no mask or prefix, else ``other``.
+
+    An ``EarlyKernel`` sends keys as ``even`` does: it takes any heads.
+    """
 
     def chosen(
         q_BLHD: Tensor,
@@ -108,4 +111,4 @@ def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:
             return even(q_BLHD, k_BLGD, v_BLGD)
         return other(q_BLHD, k_BLGD, v_BLGD, mask_BM=mask_BM, prefix=prefix)
 
-    return chosen
+    return EarlyKernel(attend=chosen, send=even.send) if isinstance(even, EarlyKernel) else chosen

@@ -13,9 +13,10 @@ One memory each way is enough: a rank writes into an inbox only after a barrier 
 Queries are sent after the previous call's last barrier, which the owner reaches after attention. Results are sent after
 a barrier of this call's queries, which the owner reaches after reading the last result.
 
-AllGather-KV: copy engines bring every rank the keys and values of all; queries and results stay in place. Padding rows
-are left out. Each rank receives 2 G x (W - 1) / W of a token's heads for every token; with grouped heads that is little
-compared with Ulysses: 2 (G + H) x (W - 1) / W for every W-th token.
+AllGather-KV: copy engines bring every rank the keys and values of all; queries and results stay in place. A processor
+that makes queries last hides the exchange behind their projection (``EarlyKernel``). Padding rows are left out. Each
+rank receives 2 G x (W - 1) / W of a token's heads for every token; with grouped heads that is little compared with
+Ulysses: 2 (G + H) x (W - 1) / W for every W-th token.
 
 Dims: B batch, L own queries, K own keys, W ranks, D head dim. H and G are heads of queries and of keys; h and g are
 heads of one rank in one part. Ulysses: M = W x L all queries, N = W x K all keys. AllGather-KV: M all keys.
@@ -33,12 +34,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from engines.core.attention import Kernel
+from engines.core.attention import EarlyKernel, Kernel
 from engines.core.layout import Rows, TokenLayout
 from engines.fast.interface import GRAPH_PRIORITY, SideStream, wait_for
 from engines.parallel.collectives import Axis
 from engines.torch_engine.exchange.heads import Attend
-from engines.torch_engine.exchange.peer_heads import one_operation
+from engines.torch_engine.exchange.peer_heads import one_operation, two_operations
 from engines.torch_engine.exchange.peer_memory import PeerMemory, copy_heads, copy_streams
 
 
@@ -187,12 +188,12 @@ def _split(x_N: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def peer_allgather_kv(attend: Attend, axis: Axis, layout: TokenLayout, device: torch.device) -> Kernel:
+def peer_allgather_kv(attend: Attend, axis: Axis, layout: TokenLayout, device: torch.device) -> EarlyKernel:
     """Return attention for the ranks of one host (see ``peer_memory.reachable``), each with its chunk of ``layout``.
 
     No LSE, no mask and no prefix; any number of heads.
     """
-    return one_operation(PeerKeys(attend, axis, layout, device))
+    return two_operations(PeerKeys(attend, axis, layout, device))
 
 
 class PeerKeys:
@@ -203,21 +204,35 @@ class PeerKeys:
         self._rows = tuple(_rows_of(layout, rank) for rank in range(axis.size))
         self._offsets = tuple(itertools.accumulate(map(_num_rows, self._rows), initial=0))
         self._streams = copy_streams(axis, device, to_self=True)
+        self._sent: tuple[PeerMemory, Tensor, tuple[Tensor, Tensor]] | None = None
+        """Shared memory, in it this rank's ``keys_values_2BMGD``, and what is sent, held until it has arrived."""
 
     def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor:
         """Return the result of this rank's queries, contiguous."""
+        self.send(k_BKGD, v_BKGD)
+        return self.attend(q_BLHD)
+
+    def send(self, k_BKGD: Tensor, v_BKGD: Tensor) -> None:
+        """See ``KeysFirst.send``."""
+        assert self._sent is None, "keys are sent before those sent last were attended to"
         shared, keys_values = self._memory(k_BKGD)
-        shared.barrier(channel=0)  # all ranks have read the previous call's keys
         sent = k_BKGD.contiguous(), v_BKGD.contiguous()
+        shared.barrier(channel=0)  # all ranks have read the previous call's keys
         for rank, stream in self._streams.items():
             with stream.run():
-                self._send(sent, keys_values[rank])
+                self._copy(sent, keys_values[rank])
+        self._sent = shared, keys_values[self._axis.index], sent
+
+    def attend(self, q_BLHD: Tensor) -> Tensor:
+        """See ``KeysFirst.attend``. The result is contiguous."""
+        assert self._sent is not None, "no keys were sent"
+        (shared, keys_values_2BMGD, _), self._sent = self._sent, None
         for stream in self._streams.values():
             stream.wait()
         shared.barrier(channel=1)
-        return self._attend(q_BLHD, *keys_values[self._axis.index]).contiguous()
+        return self._attend(q_BLHD, *keys_values_2BMGD).contiguous()
 
-    def _send(self, sent: tuple[Tensor, Tensor], target_2BMGD: Tensor) -> None:
+    def _copy(self, sent: tuple[Tensor, Tensor], target_2BMGD: Tensor) -> None:
         for source_BKGD, part_BMGD in zip(sent, target_2BMGD, strict=True):
             first = self._offsets[self._axis.index]
             for start, stop in self._rows[self._axis.index]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
 
-from engines.core.attention import Kernel, Prefix, heads_of_one
+from engines.core.attention import EarlyKernel, Kernel, Prefix, heads_of_one
 from engines.core.resources import rank_resources
 from engines.fast.interface import wait_for
 from engines.fast.kernels import HeadNorms
@@ -206,6 +207,20 @@ PeerAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q_BLHD, k_BKGD, v_BKGD) -> out_BLHD``, contiguous: own queries over the keys of all ranks."""
 
 
+class KeysFirst(Protocol):
+    """Attention in two calls, between which keys and values travel."""
+
+    def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor: ...
+
+    def send(self, k_BKGD: Tensor, v_BKGD: Tensor) -> None:
+        """Start to send keys and values, which the caller keeps until ``attend``."""
+        ...
+
+    def attend(self, q_BLHD: Tensor) -> Tensor:
+        """Return the result for keys and values that were sent last."""
+        ...
+
+
 class PeerOperations(list[PeerAttention]):
     """Operations of a rank, by their number in the graph of a compiled module.
 
@@ -215,10 +230,27 @@ class PeerOperations(list[PeerAttention]):
 
 def one_operation(attention: PeerAttention) -> Kernel:
     """Return a kernel without LSE, mask and prefix, for ranks that all make the same calls."""
-    operations = rank_resources().get(PeerOperations)
-    number = len(operations)
-    operations.append(attention)
+    return _kernel(_numbered(attention))
 
+
+def two_operations(attention: KeysFirst) -> EarlyKernel:
+    """Return the same in one operation, or in one that sends keys and values and one that attends to them."""
+    number = _numbered(attention)
+
+    def send(k_BKGD: Tensor, v_BKGD: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
+        _send(k_BKGD, v_BKGD, source, number)
+        return lambda q_BLHD: _attend(q_BLHD, k_BKGD, v_BKGD, number)
+
+    return EarlyKernel(attend=_kernel(number), send=send)
+
+
+def _numbered(attention: PeerAttention) -> int:
+    operations = rank_resources().get(PeerOperations)
+    operations.append(attention)
+    return len(operations) - 1
+
+
+def _kernel(number: int) -> Kernel:
     def peer_kernel(
         q_BLHD: Tensor,
         k_BKGD: Tensor,
@@ -243,3 +275,29 @@ def _run(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
 @_run.register_fake
 def _(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
     return torch.empty_like(q_BLHD, memory_format=torch.contiguous_format)
+
+
+@torch.library.custom_op("troupe::peer_send", mutates_args=("source",))
+def _send(k_BKGD: Tensor, v_BKGD: Tensor, source: Tensor, number: int) -> None:
+    """Send keys and values. A compiler makes queries later, since it takes ``source``, which they need, for changed."""
+    _keys_first(number).send(k_BKGD, v_BKGD)
+
+
+@_send.register_fake
+def _(k_BKGD: Tensor, v_BKGD: Tensor, source: Tensor, number: int) -> None:
+    pass
+
+
+@torch.library.custom_op("troupe::peer_attend", mutates_args=())
+def _attend(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
+    """Attend to what was sent. Keys and values are given again, or a compiler would reuse their memory meanwhile."""
+    return _keys_first(number).attend(q_BLHD)
+
+
+@_attend.register_fake
+def _(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
+    return torch.empty_like(q_BLHD, memory_format=torch.contiguous_format)
+
+
+def _keys_first(number: int) -> KeysFirst:
+    return cast(KeysFirst, rank_resources().get(PeerOperations)[number])

@@ -19,7 +19,7 @@ from diffusers.models.transformers.transformer_cosmos3 import (
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.core.attention import Kernel
+from engines.core.attention import Kernel, send_keys
 from engines.core.model import ModelInputs
 from engines.fast.records import RotaryTables
 from engines.fast.rotary import is_fusable, rotated_heads
@@ -53,11 +53,12 @@ class GenerationProcessor:
     ) -> tuple[Tensor, Tensor]:
         """``und_seq`` is ``text_21TGD``, keys and values; ``gen_seq`` is ``x_LC``. No token of text comes back."""
         *_, cos_LD, sin_LD = rotary_emb
-        q_LHD = _rotated(attn, attn.add_q_proj(gen_seq), attn.norm_added_q, (cos_LD, sin_LD))
         k_LGD = _rotated(attn, attn.add_k_proj(gen_seq), attn.norm_added_k, (cos_LD, sin_LD))
         own = (k_LGD, in_heads(attn, attn.add_v_proj(gen_seq)))
         k_1MGD, v_1MGD = (torch.cat((text, x[None]), dim=1) for text, x in zip(und_seq, own, strict=True))
-        out_1LHD, _ = self.kernel(q_LHD[None], k_1MGD, v_1MGD)
+        attend = send_keys(self.kernel, k_1MGD, v_1MGD, gen_seq)
+        q_LHD = _rotated(attn, attn.add_q_proj(gen_seq), attn.norm_added_q, (cos_LD, sin_LD))
+        out_1LHD = attend(q_LHD[None])
         return gen_seq[:0], attn.to_add_out(out_1LHD[0].flatten(1))
 
 

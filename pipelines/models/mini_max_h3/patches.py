@@ -109,6 +109,10 @@ class MiniMaxH3FusedProcessor(MiniMaxH3AttnProcessor):  # type: ignore[misc]
         if rotary_emb is not None and attention.can_rotate(attn, hidden_states):
             cos_1L1P, sin_1L1P = (table_LR[None, :, None, : table_LR.shape[1] // 2] for table_LR in rotary_emb)
             tables = RotaryTables(cos_1L1P, sin_1L1P, interleaved=False, rounded=True)
+            kernel = attention.early_kernel(self)
+            if kernel is not None and attention_mask is None:
+                out_BLHD = attention.attend_keys_first(kernel, attn, hidden_states, tables, attn.head_dim)
+                return attn.to_out[1](attn.to_out[0](out_BLHD.flatten(2)))  # type: ignore[no-any-return]
             attn, rotary_emb = attention.rotate_heads(attn, hidden_states, tables), None
         out_BLC: Tensor = super().__call__(attn, hidden_states, rotary_emb, attention_mask)
         return out_BLC

@@ -13,11 +13,11 @@ from diffusers.models.transformers.transformer_wan import WanAttention
 from torch import Tensor, nn
 from torch.nn import functional
 
-from engines.core.attention import Kernel
+from engines.core.attention import EarlyKernel, Kernel
 from engines.core.model import ModelInputs
 from engines.core.tensors import is_exporting
 from engines.fast.records import RotaryTables
-from pipelines.blocks.attention import can_rotate, fused_queries_and_keys
+from pipelines.blocks.attention import attend_keys_first, can_rotate, fused_queries_and_keys
 from pipelines.models.text_keys import KEYS_VALUES, TEXT, replace_text, stacked_keys_values
 
 PICTURES = "encoder_hidden_states_image"
@@ -45,6 +45,9 @@ class WanProcessor:
         assert encoder_hidden_states is None, "cross-attention has a processor of its own"
         assert attention_mask is None, "Wan attends to every token"
         assert rotary_emb is not None
+        if isinstance(self.kernel, EarlyKernel) and can_rotate(attn, hidden_states):
+            tables, dim = tables_of(rotary_emb), rotary_emb[0].shape[-1]
+            return project_out(attn, attend_keys_first(self.kernel, attn, hidden_states, tables, dim))
         q_BLHD, k_BLHD = rotated_queries_and_keys(attn, hidden_states, rotary_emb)
         out_BLHD, _ = self.kernel(q_BLHD, k_BLHD, in_heads(attn, attn.to_v(hidden_states)))
         return project_out(attn, out_BLHD)
@@ -129,13 +132,17 @@ def rotated_queries_and_keys(attn: Any, x_BLC: Tensor, cos_sin_1L1D: tuple[Tenso
     """Return ``q_BLHD`` and ``k_BLHD`` of self-attention."""
     dim = cos_sin_1L1D[0].shape[-1]
     if can_rotate(attn, x_BLC):
-        cos_1L1P, sin_1L1P = (table[..., ::2] for table in cos_sin_1L1D)
-        tables = RotaryTables(cos_1L1P, sin_1L1P, interleaved=True)
-        q_BLHD, k_BLHD = fused_queries_and_keys(attn, x_BLC, tables, dim)
+        q_BLHD, k_BLHD = fused_queries_and_keys(attn, x_BLC, tables_of(cos_sin_1L1D), dim)
     else:
         normed = (attn.norm_q(attn.to_q(x_BLC)), attn.norm_k(attn.to_k(x_BLC)))
         q_BLHD, k_BLHD = (rotate(torch.unflatten(x, 2, (-1, dim)), cos_sin_1L1D) for x in normed)
     return q_BLHD, k_BLHD
+
+
+def tables_of(cos_sin_1L1D: tuple[Tensor, Tensor]) -> RotaryTables:
+    """Return the fused pass' tables from those that hold every value twice."""
+    cos_1L1P, sin_1L1P = (table[..., ::2] for table in cos_sin_1L1D)
+    return RotaryTables(cos_1L1P, sin_1L1P, interleaved=True)
 
 
 def rotate(x_BLHD: Tensor, cos_sin_1L1D: tuple[Tensor, Tensor]) -> Tensor:

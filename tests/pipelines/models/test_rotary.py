@@ -22,7 +22,7 @@ from diffusers.models.transformers.transformer_minimax_h3 import MiniMaxH3Attent
 from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 from torch import Tensor, nn
 
-from engines.core.attention import Kernel
+from engines.core.attention import EarlyKernel, Kernel
 from engines.core.tensors import relative_difference
 from engines.fast import rotary
 from engines.parallel.collectives import Axis
@@ -218,6 +218,41 @@ def test_heads_of_cosmos_are_the_same_in_one_pass(
     cosmos.GenerationProcessor(grouped(got))(attn, text_21TGD, x_LC, (*tables, *tables))
     assert called.call_count == 2
     check_heads(got, expected, tolerance)
+
+
+def cosmos_itself() -> Case:
+    def replace(attn: Any, kernel: Kernel) -> None:
+        attn.set_processor(cosmos.GenerationProcessor(kernel))
+
+    attn = Cosmos3PackedMoTAttention(CHANNELS, DIM, HEADS, HEADS, False, 1e-6)
+    tables = [torch.cat((table, table), -1) for table in tables_of(LENGTH, DIM // 2)]
+    text_21TGD = torch.randn(2, 1, CONTEXT, HEADS, DIM, generator=torch.Generator().manual_seed(2))
+    return Case(attn, {"und_seq": text_21TGD, "rotary_emb": (*tables, *tables)}, replace)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("make", "queries"), [(wan_itself, "to_q"), (minimax, "to_q"), (cosmos_itself, "add_q_proj")])
+def test_keys_that_can_travel_early_are_sent_before_queries_are_made(
+    make: Callable[[], Case], queries: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, events, heads = make(), list[str](), Heads()
+    attn: Any = shake(case.attention)
+    x_LC = torch.randn(LENGTH, CHANNELS, generator=torch.Generator().manual_seed(1))
+    x = {"gen_seq": x_LC} if "und_seq" in case.inputs else {"hidden_states": x_LC[None]}
+    case.replace(attn, heads.attend)
+    expected = attn(**x, **case.inputs)
+
+    def send(k_BMHD: Tensor, v_BMHD: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
+        assert source is next(iter(x.values()))
+        events.append("keys and values")
+        return lambda q_BLHD: heads.attend(q_BLHD, k_BMHD, v_BMHD)[0]
+
+    case.replace(attn, EarlyKernel(attend=heads.attend, send=send))
+    attn.get_submodule(queries).register_forward_hook(lambda *_: events.append("queries"))
+    allow(monkeypatch)
+    torch.testing.assert_close(attn(**x, **case.inputs), expected)
+    assert events == ["keys and values", "queries"]
+    check_heads(Heads(heads[2:]), Heads(heads[:2]), 1e-6)
 
 
 def grouped(heads: Heads) -> Any:

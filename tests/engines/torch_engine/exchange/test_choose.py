@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from engines.core.attention import EarlyKernel
 from engines.core.layout import TokenLayout
 from engines.parallel.local_attention import plain_attention
 from engines.parallel.mesh import Team
@@ -48,6 +49,19 @@ LONG = ExchangeRules(parts_from_tokens=28)
 def test_long_steps_of_one_strategy_share_memory() -> None:
     assert chosen(team_of(ulysses=4), LONG) == "peer_ulysses"
     assert chosen(team_of(allgather_kv=4), LONG) == "peer_allgather_kv"
+
+
+def test_only_gathered_keys_can_travel_before_queries_are_made() -> None:
+    """As those of the attention that is chosen, where there is neither mask nor prefix."""
+    early = EarlyKernel(attend=lambda *_, **__: ("early", None), send=lambda *_: lambda _: torch.ones(1))  # type: ignore[arg-type]
+    with patch(f"{WHERE}.peer_allgather_kv", lambda *_: early):
+        kernel = kernel_by_length(LONG, CPU, torch.float32)(plain_attention, team_of(allgather_kv=4), LAYOUT)
+        assert isinstance(kernel, EarlyKernel)
+        assert kernel.send is early.send
+        assert chosen(team_of(allgather_kv=4), LONG) == "early"
+    assert not isinstance(
+        kernel_by_length(LONG, CPU, torch.float32)(plain_attention, team_of(ulysses=4), LAYOUT), EarlyKernel
+    )
 
 
 @pytest.mark.parametrize("rules", [ExchangeRules(), replace(LONG, peer_memory=False)], ids=["short", "NCCL"])

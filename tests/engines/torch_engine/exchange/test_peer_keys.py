@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor.utils import run_and_get_code
 
-from engines.core.attention import Kernel
+from engines.core.attention import EarlyKernel
 from engines.core.layout import TokenLayout
+from engines.parallel.collectives import Axis
 from engines.parallel.local_attention import plain_attention
 from engines.torch_engine.exchange.heads import without_lse
 from engines.torch_engine.exchange.peer_attention import peer_allgather_kv
@@ -24,6 +27,7 @@ UNEVEN = TokenLayout(lengths=(("text", 5), ("clip", 18)), num_chunks=WORLD)
 """The last rank has no text, and less of the clip than the others."""
 FEW = TokenLayout(lengths=(("text", 2), ("clip", 5)), num_chunks=WORLD)
 """The last rank has nothing of either."""
+LONE, WHOLE = Axis(ranks=(0,), index=0), TokenLayout(lengths=(("clip", 64),), num_chunks=1)
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +36,7 @@ def shared_memory() -> Iterator[None]:
         yield
 
 
-def kernels(layout: TokenLayout) -> list[Kernel]:
+def kernels(layout: TokenLayout) -> list[EarlyKernel]:
     attend = without_lse(plain_attention)
     return [peer_allgather_kv(attend, axis_of(rank), layout, CPU) for rank in range(WORLD)]
 
@@ -44,15 +48,17 @@ def qkv(layout: TokenLayout, seed: int, heads: int, key_heads: int) -> tuple[Ten
     return tuple(torch.randn(BATCH, *shape, DIM, generator=generator) for shape in shapes)
 
 
-def together(several: list[Kernel], layout: TokenLayout, seed: int, heads: int, key_heads: int) -> Tensor:
+def together(
+    several: list[EarlyKernel], layout: TokenLayout, seed: int, heads: int, key_heads: int, keys_first: bool = False
+) -> Tensor:
     """The result of all ranks, each with its tokens and, in the place of those that fill them up, large numbers."""
     whole = qkv(layout, seed, heads, key_heads)
 
     def one(rank: int) -> Tensor:
         names = (("clip",), ("text", "clip"), ("text", "clip"))
         given = [layout.cut_streams(x, dim=1, streams=each, index=rank) for x, each in zip(whole, names, strict=True)]
-        filled = [torch.where(x.any(-1, keepdim=True), x, 1e3) for x in given]
-        return several[rank](*filled)[0]
+        q, k, v = (torch.where(x.any(-1, keepdim=True), x, 1e3) for x in given)
+        return several[rank].send(k, v, q)(q) if keys_first else several[rank](q, k, v)[0]
 
     return layout.join(torch.stack(on_all_ranks(one)), dim=1, stream="clip")
 
@@ -62,9 +68,40 @@ def together(several: list[Kernel], layout: TokenLayout, seed: int, heads: int, 
 def test_equals_attention_on_one_rank(layout: TokenLayout, heads: tuple[int, int]) -> None:
     """Call after call: the second finds what the first left in the others' memory."""
     several = kernels(layout)
-    for seed in (1, 2, 3):
+    for seed in (1, 2, 3, 4):
         expected, _ = plain_attention(*qkv(layout, seed, *heads))
-        torch.testing.assert_close(together(several, layout, seed, *heads), expected)
+        result = together(several, layout, seed, *heads, keys_first=seed % 2 == 0)
+        torch.testing.assert_close(result, expected)
+
+
+def test_keys_are_attended_to_before_others_are_sent() -> None:
+    def one(rank: int) -> None:
+        kernel, x = kernels(EVEN)[rank], torch.zeros(1, 7, 1, DIM)
+        kernel.send(x, x, x)
+        with pytest.raises(AssertionError, match="before those sent last"):
+            kernel.send(x, x, x)
+
+    on_all_ranks(one)
+
+
+def test_compilers_make_queries_last_and_keep_keys_until_they_have_arrived() -> None:
+    """They sort operations by memory, and reuse memory that nothing reads any more."""
+    kernel = peer_allgather_kv(without_lse(plain_attention), LONE, WHOLE, CPU)
+    layers_3CC = torch.eye(DIM) + torch.rand(3, DIM, DIM) / 8
+
+    def attention(x_BLC: Tensor) -> Tensor:
+        x_BLC = x_BLC.sin()
+        k_BLHD, v_BLHD = (torch.unflatten(x_BLC @ layer_CC, 2, (1, DIM)) for layer_CC in layers_3CC[1:])
+        attend = kernel.send(k_BLHD, v_BLHD, x_BLC)
+        return attend(torch.unflatten(x_BLC @ layers_3CC[0], 2, (1, DIM)))
+
+    x_BLC = torch.randn(1, WHOLE.num_tokens, DIM)
+    out, (code,) = run_and_get_code(torch.compile(attention, fullgraph=True), x_BLC)
+    torch.testing.assert_close(out, attention(x_BLC))
+    calls = re.findall(r"(mm|peer_send\.default|peer_attend\.default)\((.*)\)\n", code)
+    assert [name.split(".")[0] for name, _ in calls] == ["mm", "mm", "peer_send", "mm", "peer_attend"]
+    k, v, q = (words.split("out=")[1] for name, words in calls if name == "mm")
+    assert len({k, v, q}) == 3
 
 
 def test_shapes_take_turns() -> None:

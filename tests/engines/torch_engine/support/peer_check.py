@@ -19,6 +19,7 @@ if "hidden" in sys.argv:  # before anything asks for a GPU
 import torch
 import torch.distributed as dist
 
+from engines.core.attention import EarlyKernel, Kernel
 from engines.core.layout import TokenLayout
 from engines.core.model import Branch
 from engines.core.tensors import relative_difference
@@ -57,13 +58,14 @@ def grouped_difference(axis: Axis, device: torch.device) -> float:
     """Of attention with grouped heads to more keys than there are queries: this rank's answers and one rank's alone."""
     attend = attention_of(local_kernel(device, torch.float32))
     layout = TokenLayout(lengths=(("text", 16 * axis.size), ("picture", 192 * axis.size)), num_chunks=axis.size)
-    kernels = peer_ulysses(attend, axis, device), peer_allgather_kv(attend, axis, layout, device)
+    kernels: list[Kernel] = [peer_ulysses(attend, axis, device), peer_allgather_kv(attend, axis, layout, device)]
     generator, worst = torch.Generator().manual_seed(1), 0.0
     for kernel, _ in itertools.product(kernels, range(NUM_RUNS)):
         shapes = [(192, 12), *[(208, 4)] * 2]
         qkv = [torch.randn(1, axis.size * rows, heads, 16, generator=generator).to(device) for rows, heads in shapes]
-        (mine, _), expected = kernel(*(x.chunk(axis.size, 1)[axis.index] for x in qkv)), attend(*qkv)
-        worst = max(worst, relative_difference(mine, expected.chunk(axis.size, 1)[axis.index]))
+        (q, k, v), expected = (x.chunk(axis.size, 1)[axis.index] for x in qkv), attend(*qkv)
+        answers = [kernel(q, k, v)[0], *([kernel.send(k, v, q)(q)] if isinstance(kernel, EarlyKernel) else [])]
+        worst = max(worst, *(relative_difference(x, expected.chunk(axis.size, 1)[axis.index]) for x in answers))
     return worst
 
 
