@@ -12,7 +12,7 @@ from engines.core.attention import EarlyKernel, Kernel, Prefix
 from engines.core.layout import TokenLayout
 from engines.parallel.mesh import Team
 from engines.parallel.strategies import MakeKernel, team_kernel
-from engines.torch_engine.exchange.heads import attention_of
+from engines.torch_engine.exchange.heads import masked_attention_of
 from engines.torch_engine.exchange.peer_attention import peer_allgather_kv, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import reachable
 
@@ -80,10 +80,10 @@ def _long_step_kernel(
     if not (peer_memory and meets_peers(team) and reachable(team.context, device, dtype)):
         return fallback
     if team.ulysses.size > 1:
-        attend = attention_of(local, layout.valid_rows(0, layout.num_chunks))
+        attend = masked_attention_of(local, layout.valid_rows(0, layout.num_chunks))
         peers = peer_ulysses(attend, team.ulysses, device)
         return where_even(peers, fallback, team.ulysses.size)
-    return where_even(peer_allgather_kv(attention_of(local), team.allgather_kv, layout, device), fallback, 1)
+    return where_even(peer_allgather_kv(masked_attention_of(local), team.allgather_kv, layout, device), fallback, 1)
 
 
 def meets_peers(team: Team) -> bool:
@@ -92,7 +92,7 @@ def meets_peers(team: Team) -> bool:
 
 
 def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:
-    """Return ``even`` if query and key heads divide evenly and there is no mask or prefix, else ``other``.
+    """Return ``even`` if query and key heads divide evenly and there is no prefix, else ``other``.
 
     An ``EarlyKernel`` sends keys as ``even`` does: it takes any heads.
     """
@@ -107,8 +107,8 @@ def where_even(even: Kernel, other: Kernel, num_ranks: int) -> Kernel:
         prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
         is_even = q_BLHD.shape[2] % num_ranks == 0 == k_BLGD.shape[2] % num_ranks
-        if mask_BM is None and prefix is None and is_even:
-            return even(q_BLHD, k_BLGD, v_BLGD)
+        if prefix is None and is_even:
+            return even(q_BLHD, k_BLGD, v_BLGD, mask_BM=mask_BM)
         return other(q_BLHD, k_BLGD, v_BLGD, mask_BM=mask_BM, prefix=prefix)
 
     return EarlyKernel(attend=chosen, send=even.send) if isinstance(even, EarlyKernel) else chosen

@@ -22,10 +22,12 @@ from engines.core.layout import TokenLayout
 from engines.core.torch_private import cudnn_attention
 from engines.fast.kernels import HeadNorms, join_columns, norm_and_rotate
 from engines.parallel.collectives import Axis, start_all_to_all, wait
-from engines.parallel.local_attention import cudnn_flash, take_rows
+from engines.parallel.local_attention import crop_keys, cudnn_flash, take_rows
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 """``(q_BLHD, k_BMHD, v_BMHD) -> out_BLHD``."""
+MaskedAttend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+"""The same with ``mask_BM``, or None."""
 
 
 class LocalHeads:
@@ -154,6 +156,18 @@ def attention_of(kernel: Kernel, key_rows: TokenRows | None = None) -> Attend:
     if key_rows is None:
         return attend
     return lambda q_BLHD, k_BMHD, v_BMHD: attend(q_BLHD, take_rows(k_BMHD, key_rows), take_rows(v_BMHD, key_rows))
+
+
+def masked_attention_of(kernel: Kernel, key_rows: TokenRows | None = None) -> MaskedAttend:
+    """Return the same with a mask of all keys, or None, as its last argument."""
+    attend, masked = attention_of(kernel, key_rows), crop_keys(kernel, key_rows)
+
+    def run(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, mask_BM: Tensor | None) -> Tensor:
+        if mask_BM is None:
+            return attend(q_BLHD, k_BMHD, v_BMHD)
+        return masked(q_BLHD, k_BMHD, v_BMHD, mask_BM=mask_BM)[0]
+
+    return run
 
 
 def without_lse(kernel: Kernel) -> Attend:

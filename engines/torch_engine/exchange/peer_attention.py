@@ -38,17 +38,18 @@ from engines.core.attention import EarlyKernel, Kernel
 from engines.core.layout import Rows, TokenLayout
 from engines.fast.interface import GRAPH_PRIORITY, SideStream, wait_for
 from engines.parallel.collectives import Axis
-from engines.torch_engine.exchange.heads import Attend
+from engines.parallel.local_attention import take_rows
+from engines.torch_engine.exchange.heads import MaskedAttend
 from engines.torch_engine.exchange.peer_heads import one_operation, two_operations
 from engines.torch_engine.exchange.peer_memory import PeerMemory, copy_heads, copy_streams
 
 
-def peer_ulysses(attend: Attend, axis: Axis, device: torch.device) -> Kernel:
+def peer_ulysses(attend: MaskedAttend, axis: Axis, device: torch.device) -> Kernel:
     """Return attention for the ranks of one host (see ``peer_memory.reachable``), which all make the same calls.
 
-    No LSE, no mask and no prefix; queries and keys have heads in multiples of the axis' size.
+    No LSE and no prefix; queries and keys have heads in multiples of the axis' size.
     """
-    return one_operation(PeerUlysses(attend, axis, device))
+    return one_operation(PeerUlysses(attend, axis, device), axis)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,21 +106,21 @@ class _Memory:
 class PeerUlysses:
     """Attention over the tokens of all ranks. Memory is made at a shape's first (uncaptured) call."""
 
-    def __init__(self, attend: Attend, axis: Axis, device: torch.device) -> None:
+    def __init__(self, attend: MaskedAttend, axis: Axis, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
         self._streams = copy_streams(axis, device, to_self=True)
         # The long part starts before the last one, which then fills idle multiprocessors at its end.
         self._second_stream = SideStream(device, "every other part", priority=GRAPH_PRIORITY - 1)
         self._memories: dict[tuple[int, ...], _Memory] = {}
 
-    def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor:
+    def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """Return the result of this rank's queries, contiguous."""
         memory = self._memory(q_BLHD, k_BKGD)
         qkv = tuple(torch.unflatten(x.contiguous(), 2, (self._axis.size, -1)) for x in (q_BLHD, k_BKGD, v_BKGD))
         sends = [self._send(qkv, memory, part) for part in range(len(memory.parts))]
         self._second_stream.follow()  # after everything before this call, but no part of it
         memory.await_queries(sends[:1], channel=0)
-        pending = [self._attend_part(memory, 0)]  # held until the copies have ended
+        pending = [self._attend_part(memory, 0, mask_BN)]  # held until the copies have ended
         if sends[1:]:
             with self._second_stream.run(after_current=False):
                 memory.await_queries(sends[1:], channel=1)
@@ -127,7 +128,7 @@ class PeerUlysses:
             for part in range(1, len(sends)):
                 with self._second_stream.run(after_current=False) if part % 2 else nullcontext():
                     wait_for(arrived)
-                    pending.append(self._attend_part(memory, part))
+                    pending.append(self._attend_part(memory, part, mask_BN))
         for stream in (self._second_stream, *self._streams.values()):
             stream.wait()
         memory.outbox.barrier(channel=0)
@@ -142,9 +143,9 @@ class PeerUlysses:
                     copy_heads(target[:, first : first + x.shape[1]], x[:, :, rank, heads])
         return [stream.record() for stream in self._streams.values()]
 
-    def _attend_part(self, memory: _Memory, number: int) -> Tensor:
+    def _attend_part(self, memory: _Memory, number: int, mask_BN: Tensor | None) -> Tensor:
         """Attend one part and start the copies of its result; return the tensor that they read."""
-        out_BMhD = self._attend(*memory.inboxes[number][self._axis.index]).contiguous()
+        out_BMhD = self._attend(*memory.inboxes[number][self._axis.index], mask_BN).contiguous()
         out_BWLhD = torch.unflatten(out_BMhD, 1, (self._axis.size, -1))
         for rank, stream in self._streams.items():
             with stream.run():
@@ -188,29 +189,30 @@ def _split(x_N: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def peer_allgather_kv(attend: Attend, axis: Axis, layout: TokenLayout, device: torch.device) -> EarlyKernel:
+def peer_allgather_kv(attend: MaskedAttend, axis: Axis, layout: TokenLayout, device: torch.device) -> EarlyKernel:
     """Return attention for the ranks of one host (see ``peer_memory.reachable``), each with its chunk of ``layout``.
 
-    No LSE, no mask and no prefix; any number of heads.
+    No LSE and no prefix; any number of heads.
     """
-    return two_operations(PeerKeys(attend, axis, layout, device))
+    return two_operations(PeerKeys(attend, axis, layout, device), axis)
 
 
 class PeerKeys:
     """Attention to the keys of all ranks. Memory is made at a shape's first (uncaptured) call."""
 
-    def __init__(self, attend: Attend, axis: Axis, layout: TokenLayout, device: torch.device) -> None:
+    def __init__(self, attend: MaskedAttend, axis: Axis, layout: TokenLayout, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
+        self._valid = layout.valid_rows(0, axis.size)
         self._rows = tuple(_rows_of(layout, rank) for rank in range(axis.size))
         self._offsets = tuple(itertools.accumulate(map(_num_rows, self._rows), initial=0))
         self._streams = copy_streams(axis, device, to_self=True)
         self._sent: tuple[PeerMemory, Tensor, tuple[Tensor, Tensor]] | None = None
         """Shared memory, in it this rank's ``keys_values_2BMGD``, and what is sent, held until it has arrived."""
 
-    def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor:
+    def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """Return the result of this rank's queries, contiguous."""
         self.send(k_BKGD, v_BKGD)
-        return self.attend(q_BLHD)
+        return self.attend(q_BLHD, mask_BN)
 
     def send(self, k_BKGD: Tensor, v_BKGD: Tensor) -> None:
         """See ``KeysFirst.send``."""
@@ -223,14 +225,16 @@ class PeerKeys:
                 self._copy(sent, keys_values[rank])
         self._sent = shared, keys_values[self._axis.index], sent
 
-    def attend(self, q_BLHD: Tensor) -> Tensor:
+    def attend(self, q_BLHD: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """See ``KeysFirst.attend``. The result is contiguous."""
         assert self._sent is not None, "no keys were sent"
         (shared, keys_values_2BMGD, _), self._sent = self._sent, None
         for stream in self._streams.values():
             stream.wait()
         shared.barrier(channel=1)
-        return self._attend(q_BLHD, *keys_values_2BMGD).contiguous()
+        mask_BM = mask_BN if mask_BN is None or self._valid is None else take_rows(mask_BN, self._valid)
+        k_BMGD, v_BMGD = keys_values_2BMGD
+        return self._attend(q_BLHD, k_BMGD, v_BMGD, mask_BM).contiguous()
 
     def _copy(self, sent: tuple[Tensor, Tensor], target_2BMGD: Tensor) -> None:
         for source_BKGD, part_BMGD in zip(sent, target_2BMGD, strict=True):

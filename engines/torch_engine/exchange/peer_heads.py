@@ -22,7 +22,7 @@ from engines.core.attention import EarlyKernel, Kernel, Prefix, heads_of_one
 from engines.core.resources import rank_resources
 from engines.fast.interface import wait_for
 from engines.fast.kernels import HeadNorms
-from engines.parallel.collectives import Axis
+from engines.parallel.collectives import Axis, join_masks
 from engines.torch_engine.exchange.heads import Attend, attend_tokens_first, drop_surplus
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of, copy_streams
 
@@ -203,20 +203,22 @@ def _staging(num_elements: int, sample: Tensor) -> Tensor:
     return next(memory for memory in memories if memory.numel() >= num_elements)[:num_elements]
 
 
-PeerAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""``(q_BLHD, k_BKGD, v_BKGD) -> out_BLHD``, contiguous: own queries over the keys of all ranks."""
+class PeerAttention(Protocol):
+    """Attention of own queries to the keys of all ranks. ``mask_BN`` is True for attended ones (None: all)."""
+
+    def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, mask_BN: Tensor | None = None) -> Tensor:
+        """Return ``out_BLHD``, contiguous."""
+        ...
 
 
-class KeysFirst(Protocol):
-    """Attention in two calls, between which keys and values travel."""
-
-    def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor) -> Tensor: ...
+class KeysFirst(PeerAttention, Protocol):
+    """The same in two calls, between which keys and values travel."""
 
     def send(self, k_BKGD: Tensor, v_BKGD: Tensor) -> None:
         """Start to send keys and values, which the caller keeps until ``attend``."""
         ...
 
-    def attend(self, q_BLHD: Tensor) -> Tensor:
+    def attend(self, q_BLHD: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """Return the result for keys and values that were sent last."""
         ...
 
@@ -228,12 +230,12 @@ class PeerOperations(list[PeerAttention]):
     """
 
 
-def one_operation(attention: PeerAttention) -> Kernel:
-    """Return a kernel without LSE, mask and prefix, for ranks that all make the same calls."""
-    return _kernel(_numbered(attention))
+def one_operation(attention: PeerAttention, axis: Axis) -> Kernel:
+    """Return a kernel without LSE and prefix, for ranks that all make the same calls."""
+    return _kernel(_numbered(attention), axis)
 
 
-def two_operations(attention: KeysFirst) -> EarlyKernel:
+def two_operations(attention: KeysFirst, axis: Axis) -> EarlyKernel:
     """Return the same in one operation, or in one that sends keys and values and one that attends to them."""
     number = _numbered(attention)
 
@@ -241,7 +243,7 @@ def two_operations(attention: KeysFirst) -> EarlyKernel:
         _send(k_BKGD, v_BKGD, source, number)
         return lambda q_BLHD: _attend(q_BLHD, k_BKGD, v_BKGD, number)
 
-    return EarlyKernel(attend=_kernel(number), send=send)
+    return EarlyKernel(attend=_kernel(number, axis), send=send)
 
 
 def _numbered(attention: PeerAttention) -> int:
@@ -250,7 +252,7 @@ def _numbered(attention: PeerAttention) -> int:
     return len(operations) - 1
 
 
-def _kernel(number: int) -> Kernel:
+def _kernel(number: int, axis: Axis) -> Kernel:
     def peer_kernel(
         q_BLHD: Tensor,
         k_BKGD: Tensor,
@@ -260,20 +262,20 @@ def _kernel(number: int) -> Kernel:
         mask_BM: Tensor | None = None,
         prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
-        assert mask_BM is None
         assert prefix is None
-        return _run(q_BLHD, k_BKGD, v_BKGD, number), q_BLHD.new_empty(0)
+        mask_BN = None if mask_BM is None else join_masks(mask_BM, axis)
+        return _run(q_BLHD, k_BKGD, v_BKGD, mask_BN, number), q_BLHD.new_empty(0)
 
     return peer_kernel
 
 
 @torch.library.custom_op("troupe::peer_attention", mutates_args=())
-def _run(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
-    return rank_resources().get(PeerOperations)[number](q_BLHD, k_BKGD, v_BKGD)
+def _run(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, mask_BN: Tensor | None, number: int) -> Tensor:
+    return rank_resources().get(PeerOperations)[number](q_BLHD, k_BKGD, v_BKGD, mask_BN)
 
 
 @_run.register_fake
-def _(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, number: int) -> Tensor:
+def _(q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, mask_BN: Tensor | None, number: int) -> Tensor:
     return torch.empty_like(q_BLHD, memory_format=torch.contiguous_format)
 
 

@@ -73,7 +73,7 @@ def test_others_than_peers_take_what_peers_do_not() -> None:
     assert kernel(eight, four_keys, four_keys)[0] == 1
     assert kernel(six, six, six)[0] == 2
     assert kernel(eight, two, two)[0] == 2
-    assert kernel(eight, eight, eight, mask_BM=torch.ones(1, 3, dtype=torch.bool))[0] == 2
+    assert kernel(eight, eight, eight, mask_BM=torch.ones(1, 3, dtype=torch.bool))[0] == 1
     assert kernel(eight, eight, eight, prefix=Prefix(torch.arange(3) + 1, torch.arange(3)))[0] == 2
 
 

@@ -9,9 +9,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
-from engines.core.attention import EarlyKernel
+from engines.core.attention import EarlyKernel, Prefix
 from engines.core.layout import TokenLayout
 from engines.parallel.local_attention import plain_attention
 from engines.parallel.mesh import Team
@@ -37,7 +36,7 @@ def peers_within_reach() -> Iterator[None]:
     kernel_by_length.cache_clear()
 
 
-def chosen(team: Team, rules: ExchangeRules, **options: Tensor) -> str:
+def chosen(team: Team, rules: ExchangeRules, **options: Any) -> str:
     x = torch.zeros(1, 7, 8, 4)
     kernel: Any = kernel_by_length(rules, CPU, torch.float32)(plain_attention, team, LAYOUT)
     return str(kernel(x, x, x, **options)[0])
@@ -78,6 +77,8 @@ def test_several_strategies_do_not(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("axis", ["ulysses", "allgather_kv"])
-def test_masks_are_for_the_others(axis: str) -> None:
+def test_prefixes_are_for_the_others(axis: str) -> None:
+    prefix = Prefix(torch.ones(7, dtype=torch.int32), torch.zeros(7, dtype=torch.int32))
+    assert chosen(team_of(**{axis: 4}), LONG, prefix=prefix) == "team_kernel"
     mask_BM = torch.ones(1, 7, dtype=torch.bool)
-    assert chosen(team_of(**{axis: 4}), LONG, mask_BM=mask_BM) == "team_kernel"
+    assert chosen(team_of(**{axis: 4}), LONG, mask_BM=mask_BM) == f"peer_{axis}"

@@ -17,7 +17,7 @@ from engines.fast import graph
 from engines.fast.graph import GraphPool
 from engines.parallel.collectives import Axis
 from engines.parallel.local_attention import plain_attention
-from engines.torch_engine.exchange.heads import without_lse
+from engines.torch_engine.exchange.heads import masked_attention_of
 from engines.torch_engine.exchange.peer_attention import PeerUlysses, parts_of, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import copy_rows
 from tests.engines.torch_engine.support.teams import WORLD, axis_of
@@ -40,13 +40,26 @@ def qkv(seed: int, heads_each: int = 6, keys_each: int = 0, num_keys: int = LENG
 
 
 def kernels() -> list[Kernel]:
-    return [peer_ulysses(without_lse(plain_attention), axis_of(rank), CPU) for rank in range(WORLD)]
+    return [peer_ulysses(masked_attention_of(plain_attention), axis_of(rank), CPU) for rank in range(WORLD)]
 
 
 def together(several: list[Kernel], seed: int, *sizes: int) -> Tensor:
     """The result of all ranks, each with its tokens."""
     cut = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in qkv(seed, *sizes)]
     return torch.cat(on_all_ranks(lambda rank: several[rank](*(chunks[rank] for chunks in cut))[0]), dim=1)
+
+
+def test_masked_keys_count_for_nothing() -> None:
+    several, whole = kernels(), qkv(1, 4, 2, 3)
+    mask_BM = torch.arange(BATCH * WORLD * 3).view(BATCH, -1) % 3 > 0
+    cut, masks = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in whole], mask_BM.chunk(WORLD, dim=1)
+
+    def one(rank: int) -> Tensor:
+        return several[rank](*(chunks[rank] for chunks in cut), mask_BM=masks[rank])[0]
+
+    with patch("engines.torch_engine.exchange.peer_heads.join_masks", lambda *_: mask_BM):
+        result = torch.cat(on_all_ranks(one), dim=1)
+    torch.testing.assert_close(result, plain_attention(*whole, mask_BM=mask_BM)[0])
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (6,), (8, 2), (8, 1), (4, 4, 7), (8, 4, 3)], ids=str)
@@ -99,7 +112,7 @@ def test_no_barrier_waits_while_a_long_part_starts(heads: int, expected: list[ob
 
         return SimpleNamespace(local=opened.local, views_W=opened.views_W, barrier=barrier)
 
-    def attend(rank: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(rank: int, q: Tensor, k: Tensor, v: Tensor, _: None) -> Tensor:
         calls.extend([q.shape[2]] * (rank == 0))
         return plain_attention(q, k, v)[0]
 
@@ -113,7 +126,7 @@ def test_the_long_part_goes_first_in_a_graph_too() -> None:
     with patch.object(graph, "named_stream") as graphs, patch("torch.cuda.graph_pool_handle"):
         GraphPool(torch.device("cuda", 0))
     with patch("engines.fast.interface.named_stream") as ours:
-        PeerUlysses(without_lse(plain_attention), axis_of(0), torch.device("cuda", 0))
+        PeerUlysses(masked_attention_of(plain_attention), axis_of(0), torch.device("cuda", 0))
     (long,) = (call.args[2] for call in ours.call_args_list if call.args[1] == "every other part")
     assert long < graphs.call_args.kwargs["priority"]
 
@@ -131,7 +144,7 @@ def test_first_and_last_part_are_single_key_heads(heads: int, key_heads: int, si
 
 
 def test_a_compiler_sees_one_operation() -> None:
-    kernel = peer_ulysses(without_lse(plain_attention), axis_of(0, world=1), CPU)
+    kernel = peer_ulysses(masked_attention_of(plain_attention), axis_of(0, world=1), CPU)
     targets: list[Any] = []
 
     def backend(module: torch.fx.GraphModule, _inputs: list[Tensor]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from engines.core.attention import EarlyKernel
 from engines.core.layout import TokenLayout
 from engines.parallel.collectives import Axis
 from engines.parallel.local_attention import plain_attention
-from engines.torch_engine.exchange.heads import without_lse
+from engines.torch_engine.exchange.heads import masked_attention_of
 from engines.torch_engine.exchange.peer_attention import peer_allgather_kv
 from engines.torch_engine.exchange.peer_memory import copy_rows
 from tests.engines.torch_engine.support.teams import WORLD, axis_of
@@ -37,7 +37,7 @@ def shared_memory() -> Iterator[None]:
 
 
 def kernels(layout: TokenLayout) -> list[EarlyKernel]:
-    attend = without_lse(plain_attention)
+    attend = masked_attention_of(plain_attention)
     return [peer_allgather_kv(attend, axis_of(rank), layout, CPU) for rank in range(WORLD)]
 
 
@@ -74,6 +74,23 @@ def test_equals_attention_on_one_rank(layout: TokenLayout, heads: tuple[int, int
         torch.testing.assert_close(result, expected)
 
 
+@pytest.mark.parametrize("layout", [EVEN, UNEVEN, FEW], ids=["even", "uneven", "few"])
+def test_masked_keys_count_for_nothing(layout: TokenLayout) -> None:
+    """Ranks give their own keys' masks, in which padding rows may be anything."""
+    several, (q, *kv) = kernels(layout), qkv(layout, 1, 4, 2)
+    mask_BM = torch.arange(BATCH * layout.num_tokens).view(BATCH, -1) % 3 > 0
+    streams = ("text", "clip")
+    shares = [layout.cut_streams(mask_BM, dim=1, streams=streams, index=rank) for rank in range(WORLD)]
+
+    def one(rank: int) -> Tensor:
+        own = (layout.cut_streams(x, dim=1, streams=streams, index=rank) for x in kv)
+        return several[rank](layout.cut(q, dim=1, stream="clip", index=rank), *own, mask_BM=shares[rank])[0]
+
+    with patch("engines.torch_engine.exchange.peer_heads.join_masks", lambda *_: torch.cat(shares, dim=1)):
+        result = layout.join(torch.stack(on_all_ranks(one)), dim=1, stream="clip")
+    torch.testing.assert_close(result, plain_attention(q, *kv, mask_BM=mask_BM)[0])
+
+
 def test_keys_are_attended_to_before_others_are_sent() -> None:
     def one(rank: int) -> None:
         kernel, x = kernels(EVEN)[rank], torch.zeros(1, 7, 1, DIM)
@@ -86,7 +103,7 @@ def test_keys_are_attended_to_before_others_are_sent() -> None:
 
 def test_compilers_make_queries_last_and_keep_keys_until_they_have_arrived() -> None:
     """They sort operations by memory, and reuse memory that nothing reads any more."""
-    kernel = peer_allgather_kv(without_lse(plain_attention), LONE, WHOLE, CPU)
+    kernel = peer_allgather_kv(masked_attention_of(plain_attention), LONE, WHOLE, CPU)
     layers_3CC = torch.eye(DIM) + torch.rand(3, DIM, DIM) / 8
 
     def attention(x_BLC: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ if "hidden" in sys.argv:  # before anything asks for a GPU
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from engines.core.attention import EarlyKernel, Kernel
 from engines.core.layout import TokenLayout
@@ -27,7 +28,7 @@ from engines.parallel.collectives import Axis
 from engines.parallel.local_attention import local_kernel
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules
-from engines.torch_engine.exchange.heads import attention_of
+from engines.torch_engine.exchange.heads import masked_attention_of
 from engines.torch_engine.exchange.peer_attention import peer_allgather_kv, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import reachable
 from tests.engines.support import models
@@ -54,18 +55,27 @@ def branch_of(length: str, device: torch.device) -> Branch:
     return replace(branch, inputs={name: x.to(device) for name, x in branch.inputs.items()})
 
 
+def own(x_BL: Tensor, axis: Axis) -> Tensor:
+    """Return this rank's tokens."""
+    return x_BL.chunk(axis.size, 1)[axis.index]
+
+
 def grouped_difference(axis: Axis, device: torch.device) -> float:
     """Of attention with grouped heads to more keys than there are queries: this rank's answers and one rank's alone."""
-    attend = attention_of(local_kernel(device, torch.float32))
+    local = local_kernel(device, torch.float32)
+    attend = masked_attention_of(local)
     layout = TokenLayout(lengths=(("text", 16 * axis.size), ("picture", 192 * axis.size)), num_chunks=axis.size)
     kernels: list[Kernel] = [peer_ulysses(attend, axis, device), peer_allgather_kv(attend, axis, layout, device)]
     generator, worst = torch.Generator().manual_seed(1), 0.0
     for kernel, _ in itertools.product(kernels, range(NUM_RUNS)):
         shapes = [(192, 12), *[(208, 4)] * 2]
         qkv = [torch.randn(1, axis.size * rows, heads, 16, generator=generator).to(device) for rows, heads in shapes]
-        (q, k, v), expected = (x.chunk(axis.size, 1)[axis.index] for x in qkv), attend(*qkv)
+        (q, k, v), (expected, _) = (own(x, axis) for x in qkv), local(*qkv)
         answers = [kernel(q, k, v)[0], *([kernel.send(k, v, q)(q)] if isinstance(kernel, EarlyKernel) else [])]
-        worst = max(worst, *(relative_difference(x, expected.chunk(axis.size, 1)[axis.index]) for x in answers))
+        worst = max(worst, *(relative_difference(x, own(expected, axis)) for x in answers))
+        mask_BM = torch.arange(qkv[1].shape[1], device=device)[None] % 3 > 0
+        masked, (expected, _) = kernel(q, k, v, mask_BM=own(mask_BM, axis))[0], local(*qkv, mask_BM=mask_BM)
+        worst = max(worst, relative_difference(masked, own(expected, axis)))
     return worst
 
 
