@@ -131,7 +131,7 @@ def comparisons(reports: Path) -> list[Comparison]:
     """Return what was measured last, by model, size, precision and number of GPUs."""
     newest: dict[Step, Comparison] = {}
     published = of_published(reports / "published_steps.jsonl")
-    for path in sorted(reports.glob("peers_*.jsonl"), key=date_of):
+    for path in sorted(reports.glob("peers_*.jsonl"), key=order_of):
         steps: dict[Step, list[Figure]] = defaultdict(list)
         for line in lines_of(path):
             if "median_ms" in line and not line.get("maker", "").startswith(OTHER_WAYS):
@@ -143,8 +143,9 @@ def comparisons(reports: Path) -> list[Comparison]:
     return sorted(newest.values(), key=lambda one: one.step.order)
 
 
-def date_of(path: Path) -> str:
-    return path.stem[-len("2026-11-26") :]
+def order_of(path: Path) -> tuple[str, str]:
+    """Return its date, and its name where several hosts were timed on a day."""
+    return path.stem[-len("2026-11-26") :], path.stem
 
 
 def lines_of(path: Path) -> Iterator[Mapping[str, Any]]:

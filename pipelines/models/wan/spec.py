@@ -196,16 +196,17 @@ class WanSpec(ModelSpec):
         return values
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the call with the exact timestep, one a token if the model takes that.
+        """Return the call with the exact timestep: one for all tokens, except with a first picture.
 
-        Diffusers' blocks round it to the prompt's dtype and have one for all tokens, except with a first picture.
+        Diffusers' blocks round it to the prompt's dtype. A model that takes one a token gets a row of one: embedded
+        for each token, equal ones would cost a large product in float32 and modulation of every token.
         """
         if call["timestep"].ndim == 2:
             return call
         timestep_B = step["t"].float().expand(call["timestep"].shape[0])
         if not expands_timesteps(config):
             return {**call, "timestep": timestep_B}
-        return {**call, "timestep": timestep_B[:, None].expand(-1, self.stream_lengths(config, call)[VIDEO])}
+        return {**call, "timestep": timestep_B[:, None]}
 
     def extend_blocks(self, blocks: Any, path: Path) -> None:
         if begins_with_first_frame(path):

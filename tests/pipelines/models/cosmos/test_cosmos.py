@@ -23,6 +23,7 @@ from engines.parallel.division import may_pair
 from engines.parallel.tensor import matching, split_features
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
+from pipelines.models.cosmos import attention
 from pipelines.models.registry import load_spec
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
@@ -135,6 +136,23 @@ def test_the_text_is_computed_once_a_job(folders: Callable[[Any], Path]) -> None
         num_tokens.clear()
         pipeline.denoise(replace(CLIPS["from words"].request(folder), num_inference_steps=num_steps))
         assert len([number for number in num_tokens if number]) == 2
+
+
+def test_the_timestep_of_many_tokens_is_embedded_for_a_few(
+    folders: Callable[[Any], Path], expected: Callable[[str], Latents], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the number of tokens, of the clip and of its sound: all have the same."""
+    monkeypatch.setattr(attention, "NUM_EMBEDDED", 2)
+    name, num_rows = "with sound from a picture", list[int]()
+    folder = folders(CLIPS[name].make)
+    checkpoint = Checkpoint(folder)
+    model = checkpoint.denoiser()
+    layer: Any = model.modules["transformer"].get_submodule("time_embedder.linear_1")
+    layer.register_forward_hook(lambda _module, args, _output: num_rows.append(len(args[0])))
+    images = pictures_of(CLIPS[name].images(CLIPS[name].request(folder)))
+    latents = load_pipeline(checkpoint, TorchEngine(model)).denoise(CLIPS[name].request(folder), images)
+    assert set(num_rows) == {2}
+    assert largest_difference(latents, expected(name)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("name", ["from a picture", "with sound"])

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from engines.core.model import Branch
+from engines.core.model import Branch, DenoiserModel
 from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
@@ -113,11 +113,16 @@ def test_a_folder_for_pictures_is_read_as_one_for_both(folder: Path, tmp_path: P
     assert relative_difference(made, FROM_PICTURE.own(folder)["latents"]) <= TOLERANCE
 
 
-def timed(checkpoint: Checkpoint, *, is_turned: bool = False) -> Branch:
-    """A forward whose tokens all have times of their own, as where some frames are known: or those of other tokens."""
+def timed(checkpoint: Checkpoint, model: DenoiserModel, *, is_turned: bool = False) -> Branch:
+    """A forward whose tokens all have times of their own, as where some frames are known: or those of other tokens.
+
+    Without a picture all have the same, which is given once.
+    """
     branch, *_ = checkpoint.first_step(REQUESTS["uneven"])
+    assert branch.inputs["timestep"].shape == (1, 1)
+    (num_tokens,) = model.stream_lengths(branch.arguments).values()
     generator = torch.Generator().manual_seed(3)
-    times_BL = 1000 * torch.rand(branch.inputs["timestep"].shape, generator=generator)
+    times_BL = 1000 * torch.rand(1, num_tokens, generator=generator)
     noise = torch.randn(branch.inputs["hidden_states"].shape, generator=generator)
     words = torch.randn(branch.inputs["encoder_hidden_states"].shape, generator=generator)
     times_BL = times_BL.flip(1) if is_turned else times_BL
@@ -127,9 +132,10 @@ def timed(checkpoint: Checkpoint, *, is_turned: bool = False) -> Branch:
 
 def predicted(folder: Path, strategy: str, is_turned: bool) -> Tensor:
     checkpoint = Checkpoint(folder)
-    engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
+    model = checkpoint.denoiser()
+    engine = TorchEngine(model, strategy=strategy)
     ranks = tuple(range(dist.get_world_size()))
-    (prediction,) = engine.predict((timed(checkpoint, is_turned=is_turned),), ranks)
+    (prediction,) = engine.predict((timed(checkpoint, model, is_turned=is_turned),), ranks)
     engine.close()
     return prediction
 
@@ -137,7 +143,8 @@ def predicted(folder: Path, strategy: str, is_turned: bool) -> Tensor:
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_each_token_keeps_its_own_time(num_ranks: int, folder: Path) -> None:
     checkpoint = Checkpoint(folder)
-    (expected,) = PlainEngine(model=checkpoint.denoiser()).predict((timed(checkpoint),))
+    model = checkpoint.denoiser()
+    (expected,) = PlainEngine(model=model).predict((timed(checkpoint, model),))
     for strategy in (*CONTEXT, "tensor"):
         for prediction in gang(num_ranks).run(predicted, folder, strategy, False):
             assert relative_difference(prediction, expected) <= TOLERANCE, strategy
