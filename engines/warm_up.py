@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 def release_unused_memory(device: str) -> None:
-    """Give back what the allocator of a GPU keeps: a warm-up runs uncaptured first, which later steps do not.
+    """Give back what the allocator of a GPU keeps: a warm-up runs uncaptured first, which replays do not.
 
     All processes on the GPU share its memory. The log says what this one holds: what is missing from the GPU beside
     the ``held_bytes`` of all processes is their contexts and libraries.

@@ -63,6 +63,13 @@ StepTensors: TypeAlias = Mapping[str, "Tensor"]
 MAX_CAPTURED_BYTES = 2**31
 """Inputs of a step above which it is not captured: it takes seconds, and each shape's graph would hold a copy."""
 
+MAX_CAPTURED_FLOPS = 1.5e15
+"""FLOP of a module's forward on each of its ranks (``rough_flops``) above which it is not captured: 2 s on an H200.
+
+Kernels of milliseconds hide their launches, so a graph gains nothing: SGLang's step of MiniMax-H3 on two H200s takes
+2853.0 ms captured, 2849.6 ms as it ships. A capture costs two more runs for every shape, and memory. The limit depends
+on no device and on no measured time: all ranks of a team, and all starts, must decide alike."""
+
 
 class FastModel(Protocol):
     """One transformer's step, for one team's exchange."""

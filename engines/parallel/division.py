@@ -130,10 +130,13 @@ class Division:
 
     def forwards(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> Iterator[tuple[Branch, Team]]:
         """Yield the caller's forwards in order: a branch with the team, or the part of a team, that runs it."""
+        return ((together[team.guidance.index], team) for together, team in self.groups(branches, ranks))
+
+    def groups(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> Iterator[tuple[tuple[Branch, ...], Team]]:
+        """Yield the branches that run at the same time, with their team; equal on all of ``ranks``."""
         while branches:
             number = self._num_together(branches, ranks)
-            team = self.team(ranks, number)
-            yield branches[team.guidance.index], team
+            yield branches[:number], self.team(ranks, number)
             branches = branches[number:]
 
     def predict(

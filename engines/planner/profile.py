@@ -19,6 +19,7 @@ from engines.core.shard_plan import FullWidthNorm, RowLinear, ShardPlan
 from engines.parallel.copies import on_cpu, weightless_copy
 from engines.parallel.pipeline import pipeline_blocks
 from engines.parallel.tensor import split_features
+from engines.quantization.linear import QuantLinear
 
 JOINT = "joint"
 """All streams together, where a block has concatenated them."""
@@ -206,6 +207,20 @@ def profile(model: DenoiserModel) -> ModelProfile:
         divides_tokens=bool(model.plan.shards),
         **_sizes_of_blocks(model),
     )
+
+
+def rough_flops(model: DenoiserModel, branch: Branch) -> float:
+    """Return the FLOP of a forward as if all linears and attentions had the tokens of all streams.
+
+    Published models have 0.7 to 0.95 of it for clips, 0.4 to 1 for pictures. It needs no run, no weights and no probe.
+    Quantised layers count as before, so all ranks always get the same number.
+    """
+    module = model.modules[branch.module]
+    layers = (each for each in module.modules() if isinstance(each, nn.Linear | QuantLinear))
+    num_weights = sum(layer.in_features * layer.out_features for layer in layers)
+    num_tokens = sum(model.stream_lengths(branch.arguments).values())
+    num_pairs = num_tokens * len(model.plan.blocks_of(module))  # of one query
+    return branch.batch * num_tokens * (2.0 * num_weights + 4.0 * num_pairs * model.num_heads * model.head_dim)
 
 
 def _sizes_of_blocks(model: DenoiserModel) -> dict[str, int]:

@@ -41,7 +41,6 @@ from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules, goes_in_parts, meets_peers
 from engines.torch_engine.exchange.peer_memory import reachable
 from engines.torch_engine.options import TorchOptions
-from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 
 logger = logging.getLogger(__name__)
 
@@ -269,8 +268,7 @@ class Autotuner:
     def _time_s(self, branches: tuple[Branch, ...], ranks: tuple[int, ...], exchange: str = "") -> float:
         """Return the seconds of a step on the gang's slowest rank, while all teams of this size work."""
         engine = self._engine
-        for _ in range(RUNS_BEFORE_CAPTURE + self._is_whole):  # the last run of a whole step captures it
-            engine.predict(branches, ranks)
+        engine.warm_up(branches, ranks)
         time_s = self._shortest_s(branches, ranks, 1 if self._is_whole else NUM_TIMED_LONG)
         if self._is_whole and time_s <= LONG_STEP_S:
             time_s = self._shortest_s(branches, ranks, NUM_TIMED)

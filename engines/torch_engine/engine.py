@@ -153,13 +153,25 @@ class TorchEngine:
         return self._was_warm
 
     @property
+    def num_captured(self) -> int:
+        """Steps of this rank that are replays now."""
+        return self._steps.num_captured
+
+    @property
     def team_sizes(self) -> tuple[int, ...]:
         return self.division.team_sizes
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> None:
         """Compile and capture for the shapes of ``branches``. Every rank of ``ranks`` makes the call."""
-        for _ in range(RUNS_BEFORE_CAPTURE + 1 if self.config.capture else 1):
+        for _ in range(RUNS_BEFORE_CAPTURE + 1 if self._may_capture(branches, ranks) else 1):
             self.predict(branches, ranks)
+
+    def _may_capture(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> bool:
+        """Return whether any of ``ranks`` captures any of ``branches``: parts of a team make equally many runs."""
+        if self.division.team(ranks).pipeline.size > 1:
+            return False
+        groups = self.division.groups(branches, ranks)
+        return any(self._steps.allows_capture(branch, team) for together, team in groups for branch in together)
 
     def release_steps(self) -> None:
         """Release captures and the caches of steps, but not weights. All shapes are new afterwards."""

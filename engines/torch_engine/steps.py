@@ -12,13 +12,22 @@ from torch import Tensor
 
 from engines.additions import changed_parameters
 from engines.core.layout import TokenLayout
-from engines.core.model import MAX_CAPTURED_BYTES, Branch, DenoiserModel, FastWeights, Precision, StepTensors
+from engines.core.model import (
+    MAX_CAPTURED_BYTES,
+    MAX_CAPTURED_FLOPS,
+    Branch,
+    DenoiserModel,
+    FastWeights,
+    Precision,
+    StepTensors,
+)
 from engines.core.resources import LRUCache, rank_resources
 from engines.core.weight_memory import WeightMemory
 from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
+from engines.planner.profile import rough_flops
 from engines.quantization.linear import move_from_host
 from engines.torch_engine.config import TorchChoices
 from engines.torch_engine.fast_step import FastStep
@@ -31,7 +40,7 @@ MAX_SHAPES = 32
 share one branch agree on its shapes; halves of a team under guidance may differ."""
 
 RUNS_BEFORE_CAPTURE = 1
-"""A new shape is served at once, uncaptured; its second step captures."""
+"""A new shape is served at once, uncaptured; its second step captures, unless it is long (``MAX_CAPTURED_FLOPS``)."""
 
 
 @dataclass(slots=True)
@@ -212,18 +221,35 @@ class StepRunner:
     def _may_capture(self, step: _Step, branch: Branch, tensors: StepTensors, team: Team) -> bool:
         if not self._config.capture or not step.has_room or step.num_runs < RUNS_BEFORE_CAPTURE:
             return False
-        fields = {"ranks": team.ranks, "strategy": team.spec.name}
         num_bytes = sum(x.nbytes for x in tensors.values())
-        reads_values = self._model.reads_values and tensors.keys() == branch.inputs.keys()
-        if reads_values and step.num_runs == RUNS_BEFORE_CAPTURE:
-            logger.warning("a step is not captured: it recomputes inputs that others compute once a job", extra=fields)
-        elif num_bytes > MAX_CAPTURED_BYTES and step.num_runs == RUNS_BEFORE_CAPTURE:
-            logger.warning("a step is not captured: its inputs take %.1f GiB", num_bytes / 2**30, extra=fields)
-        return not reads_values and num_bytes <= MAX_CAPTURED_BYTES
+        if self._model.reads_values and tensors.keys() == branch.inputs.keys():
+            level, why = logging.WARNING, "it recomputes inputs that others compute once a job"
+        elif num_bytes > MAX_CAPTURED_BYTES:
+            level, why = logging.WARNING, f"its inputs take {num_bytes / 2**30:.1f} GiB"
+        elif not self.allows_capture(branch, team):
+            level, why = logging.INFO, "it takes seconds"
+        else:
+            return True
+        if step.num_runs == RUNS_BEFORE_CAPTURE:
+            fields = {"ranks": team.ranks, "strategy": team.spec.name}
+            logger.log(level, "a step is not captured: %s", why, extra=fields)
+        return False
+
+    def allows_capture(self, branch: Branch, team: Team) -> bool:
+        """Return whether a shape's later steps may be replays, by its arithmetic: equal on all ranks of the gang."""
+        if not self._config.capture or self.is_fast(team):
+            return self._config.capture
+        num_ranks = team.spec.context * team.spec.tensor
+        return rough_flops(self._model, branch) <= num_ranks * MAX_CAPTURED_FLOPS
+
+    @property
+    def num_captured(self) -> int:
+        """Steps that are replays now."""
+        return sum(step.captured is not None for step in self._all_steps())
 
     def _capture(self, step: _Step, tensors: StepTensors, team: Team) -> CapturedStep | None:
         """Return the captured step; None if a lone rank lacks memory. In a team, where others captured, raise it."""
-        if self._pool is None or all(step.captured is None for step in self._all_steps()):
+        if self._pool is None or not self.num_captured:
             self._pool = GraphPool(self._device)  # a pool whose graphs are gone may accept no new ones
         fields = {"ranks": team.ranks, "strategy": team.spec.name}
         try:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -15,10 +16,15 @@ from torch import Tensor, nn
 
 from engines.core.engine import RankContext
 from engines.core.model import with_attention
+from engines.planner.profile import rough_flops
+from engines.torch_engine import engine as engine_module
+from engines.torch_engine import steps
+from engines.torch_engine.config import resolve
 from engines.torch_engine.engine import TorchEngine
 from engines.warm_up import release_unused_memory, warm_up
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
+from tests.engines.torch_engine.test_steps import Recording
 
 
 @pytest.mark.parametrize("strategy", ["ulysses", "guidance", "pipeline"])
@@ -44,6 +50,40 @@ def test_a_shape_that_is_not_captured_runs_once() -> None:
         engine.predict(step, (0,))
         assert engine.was_warm
     engine.close()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "num_short", "num_runs", "by_rank"),
+    [
+        ("guidance", 1, 2, [0, 1]),
+        ("guidance", 0, 1, [0, 0]),
+        ("ulysses", 2, 2, [2, 2]),
+        ("ulysses", 1, 2, [1, 1]),
+        ("ulysses", 0, 1, [0, 0]),
+        ("pipeline", 2, 1, [0, 0]),
+    ],
+)
+def test_ranks_agree_on_long_branches(strategy: str, num_short: int, num_runs: int, by_rank: list[int]) -> None:
+    """The second branch has fewer tokens. With guidance, each rank runs one of the two, and both make equal steps."""
+    each = [rough_flops(models.model("flux"), branch) for branch in models.branches("flux", "even", num=2)]
+    limit = {2: 2 * each[0], 1: sum(each) / 2, 0: each[1] / 2}[num_short] / (1 if strategy == "guidance" else 2)
+    found = gang(2).run(warm_up_of_two, strategy, limit)
+    assert found == [(num_runs, num_captured, True) for num_captured in by_rank]
+
+
+def warm_up_of_two(strategy: str, max_flops: float) -> tuple[int, int, bool]:
+    """Return the runs and graphs of a warm-up, and whether the next step is warm."""
+    step, ranks, own = models.branches("flux", "even", num=2), (0, 1), resolve
+    with (
+        patch.object(engine_module, "resolve", lambda *args, **how: replace(own(*args, **how), capture=True)),
+        patch.multiple(steps, GraphPool=Mock(), CapturedStep=Recording, MAX_CAPTURED_FLOPS=max_flops),
+        closing(TorchEngine(models.model("flux"), strategy=strategy, fast=False)) as engine,
+    ):
+        with patch.object(engine, "predict", wraps=engine.predict) as predict:
+            engine.warm_up(step, ranks)
+        num_captured = engine.num_captured
+        engine.predict(step, ranks)
+        return predict.call_count, num_captured, engine.was_warm
 
 
 def test_memory_of_the_warm_up_is_released_and_logged(

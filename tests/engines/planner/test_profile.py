@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from engines.core.attention import Kernel
-from engines.planner.profile import profile
+from engines.core.spec import Scheme
+from engines.planner.profile import profile, rough_flops
+from engines.quantization.linear import swap_linears
 from pipelines.checkpoint import Checkpoint
 from tests.engines.support import models
 
@@ -36,6 +38,25 @@ def test_published_models_cost_what_torch_counts(
     attention = 4 * 4608**2 * counted.hidden * counted.num_attentions
     found = (linears + attention) / 1e12
     assert tera_flop * (1 - untold) <= found <= tera_flop * 1.001
+
+
+@pytest.mark.parametrize(
+    ("name", "tera_flop"), [("MiniMax-H3", 3536.5), ("HunyuanVideo-1.5-480p_t2v", 1442.0), ("Cosmos3-Super", 6944.0)]
+)
+def test_a_rough_count_is_near_what_torch_counts(name: str, tera_flop: float) -> None:
+    """As above, of the default clip."""
+    checkpoint = Checkpoint.of_configuration(name, "cpu", torch.bfloat16)
+    model, (branch, *_) = checkpoint.weightless(), checkpoint.largest_step(checkpoint.defaults.request())
+    found = rough_flops(model, branch)
+    assert 0.7 <= 1e12 * tera_flop / found <= 0.95
+
+
+@pytest.mark.parametrize("scheme", ["fp8", "int8"])
+def test_quantised_layers_change_no_rough_count(scheme: Scheme) -> None:
+    model, (branch,) = models.model.__wrapped__("flux"), models.branches("flux", "even")
+    before = rough_flops(model, branch)
+    swap_linears(model.modules["transformer"], model.plan, scheme)
+    assert rough_flops(model, branch) == before
 
 
 def test_counts_the_published_model() -> None:

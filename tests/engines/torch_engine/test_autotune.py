@@ -45,7 +45,6 @@ from engines.torch_engine.decision import Decision, DecisionFile
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
-from engines.torch_engine.steps import RUNS_BEFORE_CAPTURE
 from tests.engines.support import models
 from tests.engines.support.gloo import gang
 from tests.engines.torch_engine.support.decisions import (
@@ -134,7 +133,7 @@ def test_a_capture_makes_no_step_long(step_s: float, num_timed: int) -> None:
     engine, times_s = Mock(device=torch.device("cpu")), list[float]()
 
     def timed_s(*_: Any) -> float:
-        times_s.append(step_s if engine.predict.call_count > RUNS_BEFORE_CAPTURE or times_s else 4 * step_s)
+        times_s.append(step_s if engine.warm_up.called or times_s else 4 * step_s)
         return times_s[-1]
 
     tuner = Autotuner(models.model("flux"), engine, (), {}, GangLock(None))
@@ -189,7 +188,7 @@ def test_a_long_step_is_timed_on_few_blocks_with_the_same_decision(tmp_path: Pat
     assert mine == others
     (few, blocks_of_few), (every, blocks_of_all) = mine
     assert blocks_of_few == [MIN_BLOCKS] * 4
-    assert sorted(blocks_of_all) == [2 * 4, 2 * 4, 2 * 4, 2 * 4, 2 * 2 * 4], "two runs beside the timed ones"
+    assert sorted(blocks_of_all) == [4, 4, 4, 4, 2 * 4], "a run beside the timed ones"
     assert few.num_timed == NUM_TIMED_LONG * len(blocks_of_few)
     assert replace(few, num_timed=0) == replace(every, num_timed=0), "with the same picture of all blocks"
     assert (few.strategy, few.at_once) == ("allgather_kv2", "guidance2")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -18,6 +20,7 @@ from engines.core.spec import ParallelSpec
 from engines.core.tensors import relative_difference
 from engines.parallel.mesh import Team, team_of_one
 from engines.parallel.sharded import ShardedModel
+from engines.planner.profile import rough_flops
 from engines.torch_engine import steps
 from engines.torch_engine.config import TorchChoices
 from engines.torch_engine.steps import StepRunner
@@ -90,6 +93,42 @@ def test_a_step_of_large_inputs_is_not_captured(caplog: pytest.LogCaptureFixture
     sharded.close()
     assert not capture.called
     assert caplog.text.count("a step is not captured: its inputs take 2.0 GiB") == 1
+
+
+LONG = "a step is not captured: it takes seconds"
+
+
+@pytest.mark.parametrize("is_long", [True, False])
+@pytest.mark.parametrize("parts", [{"ulysses": 3}, {"ring": 2, "tensor": 2}, {"guidance": 2}, {}])
+def test_long_steps_are_not_captured(
+    parts: dict[str, int], is_long: bool, runner: StepRunner, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Their arithmetic is divided by the ranks of a branch."""
+    team, num_ranks = replace(ALONE, spec=ParallelSpec(**parts)), math.prod(parts.values()) // parts.get("guidance", 1)
+    limit = rough_flops(runner._model, shape(0)) / num_ranks + (-1 if is_long else 1)
+    with (
+        patch.object(steps, "MAX_CAPTURED_FLOPS", limit),
+        patch.object(ShardedModel, "forward", lambda *_: torch.ones(1)),
+        caplog.at_level(logging.INFO, steps.__name__),
+    ):
+        warm = [found_warm(runner, shape(0), team) for _ in range(4)]
+    assert warm == ([False, True, True, True] if is_long else [False, False, True, True])
+    assert runner.num_captured == (0 if is_long else 1)
+    assert caplog.text.count(LONG) == is_long
+
+
+def test_long_hand_ordered_steps_are_captured() -> None:
+    model = models.model.__wrapped__("flux")
+    sharded = ShardedModel(model)
+    with (
+        patch.object(steps, "MAX_CAPTURED_FLOPS", 0.0),
+        patch.object(steps, "GraphPool"),
+        patch.object(steps, "CapturedStep", Recording),
+    ):
+        runner = StepRunner(model, sharded, config=replace(CAPTURING, fast=True), device=torch.device("cpu"))
+        assert runner.allows_capture(shape(0), ALONE)
+        assert [found_warm(runner, shape(0)) for _ in range(3)] == [False, False, True]
+    sharded.close()
 
 
 @torch.no_grad()

@@ -74,7 +74,7 @@ class DeviceRank:
 
     @property
     def num_captured(self) -> int:
-        return sum(step.captured is not None for step in self.engine._steps._all_steps())
+        return self.engine.num_captured
 
     def denoise(self, job: Job) -> Mapping[str, Any]:
         """Return what the decoder gets. Values travel as they do to a gang, and between its ranks."""

@@ -21,7 +21,7 @@ from engines.torch_engine.exchange.heads import masked_attention_of
 from engines.torch_engine.exchange.peer_attention import PeerUlysses, parts_of, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import copy_rows
 from tests.engines.torch_engine.support.teams import WORLD, axis_of
-from tests.engines.torch_engine.support.thread_memory import CPU, ThreadMemory, on_all_ranks
+from tests.engines.torch_engine.support.thread_memory import CPU, ThreadMemory, copies_end_at_waits, on_all_ranks
 
 BATCH, LENGTH, DIM = 2, 5, 8
 
@@ -77,6 +77,13 @@ def test_shapes_take_turns() -> None:
     for seed, sizes in enumerate(((8, 2), (6,), (8, 2, 7), (8, 2))):
         expected, _ = plain_attention(*qkv(seed, *sizes))
         torch.testing.assert_close(together(several, seed, *sizes), expected)
+
+
+def test_what_copies_read_lives_until_they_end() -> None:
+    """Steps run without a graph too. Three parts, to and from each rank: of queries, keys, values and results."""
+    with copies_end_at_waits() as were_alive:
+        together(kernels(), 1)
+    assert were_alive == [True] * (3 * 4 * WORLD * WORLD)
 
 
 def test_control_with_a_part_that_never_leaves_fails() -> None:

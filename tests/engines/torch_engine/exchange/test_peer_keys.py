@@ -19,7 +19,7 @@ from engines.torch_engine.exchange.heads import masked_attention_of
 from engines.torch_engine.exchange.peer_attention import peer_allgather_kv
 from engines.torch_engine.exchange.peer_memory import copy_rows
 from tests.engines.torch_engine.support.teams import WORLD, axis_of
-from tests.engines.torch_engine.support.thread_memory import CPU, ThreadMemory, on_all_ranks
+from tests.engines.torch_engine.support.thread_memory import CPU, ThreadMemory, copies_end_at_waits, on_all_ranks
 
 BATCH, DIM = 2, 8
 EVEN = TokenLayout(lengths=(("text", 8), ("clip", 20)), num_chunks=WORLD)
@@ -57,7 +57,7 @@ def together(
     def one(rank: int) -> Tensor:
         names = (("clip",), ("text", "clip"), ("text", "clip"))
         given = [layout.cut_streams(x, dim=1, streams=each, index=rank) for x, each in zip(whole, names, strict=True)]
-        q, k, v = (torch.where(x.any(-1, keepdim=True), x, 1e3) for x in given)
+        q, k, v = (torch.where(x.any(-1, keepdim=True), x, 1e3).mT.contiguous().mT for x in given)  # with gaps
         return several[rank].send(k, v, q)(q) if keys_first else several[rank](q, k, v)[0]
 
     return layout.join(torch.stack(on_all_ranks(one)), dim=1, stream="clip")
@@ -126,6 +126,14 @@ def test_shapes_take_turns() -> None:
     for seed, heads in enumerate(((8, 2), (6, 6), (8, 2))):
         expected, _ = plain_attention(*qkv(EVEN, seed, *heads))
         torch.testing.assert_close(together(several, EVEN, seed, *heads), expected)
+
+
+@pytest.mark.parametrize("keys_first", [False, True])
+def test_what_copies_read_lives_until_they_end(keys_first: bool) -> None:
+    """Steps run without a graph too. The keys and values of each rank go to each rank."""
+    with copies_end_at_waits() as were_alive:
+        together(kernels(EVEN), EVEN, 1, 8, 2, keys_first)
+    assert were_alive == [True] * (2 * WORLD * WORLD)
 
 
 def test_control_with_keys_that_never_leave_fails() -> None:
