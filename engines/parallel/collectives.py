@@ -19,15 +19,20 @@ _num_started = 0
 
 
 def num_started() -> int:
-    """Return how many exchanges this process has started outside compiled code."""
+    """Return how many exchanges this process has started, without collectives in compiled code."""
     return _num_started
+
+
+def count_exchange() -> None:
+    """Count an exchange that starts now."""
+    global _num_started
+    if not torch.compiler.is_compiling():
+        _num_started += 1
 
 
 def _ops() -> Any:
     """Return the functional ops and count the call that follows."""
-    global _num_started
-    if not torch.compiler.is_compiling():
-        _num_started += 1
+    count_exchange()
     return collective_ops
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from engines.core.resources import rank_resources
 from engines.core.torch_private import symmetric_memory
 from engines.fast.interface import SideStream
-from engines.parallel.collectives import Axis, all_gather
+from engines.parallel.collectives import Axis, all_gather, count_exchange
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,7 @@ class PeerMemory:
 
     def barrier(self, channel: int) -> None:
         """Wait until every rank's writes, up to its current stream's barrier, are visible to this stream."""
+        count_exchange()
         self.handle.barrier(channel=channel)
 
 

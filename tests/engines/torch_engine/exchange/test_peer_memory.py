@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from unittest.mock import patch
+from dataclasses import replace
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor
 
+from engines.core.engine import JobFailedError
 from engines.parallel.collectives import Axis
+from engines.parallel.division import forward_fails_alone
 from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
 from tests.engines.support.rank_resources import separate_rank_resources
 
@@ -48,3 +51,13 @@ def test_other_uses_ranks_and_dtypes_have_their_own() -> None:
     ]
     assert len({memory.local.data_ptr() for memory in opened}) == 4
     assert opened[3].local.dtype == torch.bfloat16
+
+
+def test_what_fails_after_a_barrier_is_no_matter_of_one_job() -> None:
+    """Other ranks may wait for this one."""
+    memory = replace(PeerMemory.open(8, SAMPLE, PAIR, use="queries"), handle=Mock())
+    with pytest.raises(RuntimeError, match="too wide"), forward_fails_alone():
+        memory.barrier(channel=0)
+        raise RuntimeError("too wide")
+    with pytest.raises(JobFailedError, match="too wide"), forward_fails_alone():
+        raise RuntimeError("too wide")
