@@ -56,8 +56,14 @@ def test_other_uses_ranks_and_dtypes_have_their_own() -> None:
 def test_what_fails_after_a_barrier_is_no_matter_of_one_job() -> None:
     """Other ranks may wait for this one."""
     memory = replace(PeerMemory.open(8, SAMPLE, PAIR, use="queries"), handle=Mock())
-    with pytest.raises(RuntimeError, match="too wide"), forward_fails_alone():
-        memory.barrier(channel=0)
+
+    @forward_fails_alone()
+    def forward(num_barriers: int) -> None:
+        for _ in range(num_barriers):
+            memory.barrier(channel=0)
         raise RuntimeError("too wide")
-    with pytest.raises(JobFailedError, match="too wide"), forward_fails_alone():
-        raise RuntimeError("too wide")
+
+    with pytest.raises(JobFailedError, match="too wide"):
+        forward(0)
+    with pytest.raises(RuntimeError, match="too wide"):
+        forward(1)
