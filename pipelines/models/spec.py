@@ -126,6 +126,8 @@ class ModelSpec(ABC):
     """Compute inputs that no step changes, once a job (``DenoiserModel``)."""
     hoisted_inputs: tuple[str, ...] = ()
     """Inputs that ``hoisted`` reads, if branches of guidance share what it computes (``DenoiserModel``)."""
+    num_hoisted: int = 2
+    """Results of ``hoisted`` that a job with guidance needs (``DenoiserModel``)."""
     hoists_by_blocks: bool = False
     """Whether ``hoisted`` finds the weights of offloaded blocks (``DenoiserModel``)."""
     latent_upsampler: Callable[..., Any] | None = None
@@ -195,12 +197,12 @@ class ModelSpec(ABC):
     def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
         """Return the number of tokens of each stream in a call with ``arguments``."""
 
-    def hoisted_features(self, config: Config) -> int:
-        """Return how many numbers ``hoisted`` leaves for each token (``DenoiserModel``); 0 if they are few."""
-        return 0
+    def hoisted_features(self, config: Config) -> Mapping[str, int]:
+        """Return how many numbers ``hoisted`` leaves for each token of a stream, by stream (``DenoiserModel``)."""
+        return {}
 
     def hoisted_numbers(self, config: Config) -> int:
-        """Return how many numbers ``hoisted`` leaves for the longest prompt (``DenoiserModel``); 0 if they are few."""
+        """Return how many numbers ``hoisted`` leaves for the longest prompt, if no stream has its tokens alone."""
         return 0
 
     def heads(self, config: Config) -> tuple[int, int]:
