@@ -90,6 +90,10 @@ class CosmosSpec(ModelSpec):
             ),
         )
 
+    def hoisted_features(self, config: Config) -> Mapping[str, int]:
+        """Return keys and values of all layers."""
+        return {TEXT: 2 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])}
+
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         num_generated = math.prod(grid(config, arguments)) + num_sound_tokens(arguments)
         return {TEXT: arguments[TEXT_IDS].shape[0], GENERATED: num_generated}
