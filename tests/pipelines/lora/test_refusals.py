@@ -204,6 +204,26 @@ def test_adapters_for_changed_weights_are_refused(
         added(small("flux"), tmp_path / "adapter.safetensors")
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lora_alpha": float("inf")}, r"lora_alpha inf; it must be a finite number"),
+        ({"lora_alpha": None}, r"lora_alpha None; it must be a finite number"),
+        ({"alpha_pattern": {"proj_out": float("nan")}}, r"alpha_pattern of 'proj_out' nan; it must be a finite number"),
+        ({"alpha_pattern": [1]}, r"alpha_pattern \[1\]; it must be an object"),
+        ({"alpha_pattern": {"(": 1}}, r"a pattern in alpha_pattern that is no regular expression \(\(\)"),
+    ],
+)
+def test_a_damaged_configuration_is_named_with_its_file(
+    small: Callable[[str], Path], tmp_path: Path, config: dict[str, object], message: str
+) -> None:
+    tensors = pair("base_model.model.proj_out", *PROJ_OUT.shape, spelling="A")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, **config}))
+    with pytest.raises(ValueError, match=rf"adapter_config\.json beside {tmp_path}.* has {message}") as refusal:
+        added(small("flux"), written(tensors, tmp_path))
+    assert getattr(refusal.value, "field", "file") == "config"
+
+
 def test_patterns_of_translated_names_are_refused(small: Callable[[str], Path], tmp_path: Path) -> None:
     key, name = "base_model.model.double_blocks.0.img_attn.proj", "transformer_blocks.0.attn.to_out.0.weight"
     tensors = pair(key, *plain(small("flux"))[name].shape, spelling="A")
