@@ -83,6 +83,8 @@ def guidance_schedule(num_steps: int, scale: float) -> tuple[float, ...]:
 
 class Ideogram4Spec(ModelSpec):
     family = "ideogram4"
+    latent_channels = ("in_channels",)
+    latents_per_channels = PATCH**2
     plan = SHARD_PLAN
     has_own_guidance = True
     eager_only = "computes a part of itself under an autocast of its own"

@@ -145,6 +145,7 @@ keeps the old noise.
 
 class WanSpec(ModelSpec):
     family = "wan"
+    latent_channels = ("out_channels", "in_channels")
     schedulers = ("euler", "unipc", "dpm++")
     schedules = (SIGMAS, TIMESTEPS)
     fits_pictures = True

@@ -86,6 +86,7 @@ PLAN = ShardPlan(
 
 class WanAnimate2Spec(ModelSpec):
     family = "wan_animate2"
+    latent_channels = ("out_dim",)
     plan = PLAN
     fits_pictures = True
     decodes_frames_apart = True
