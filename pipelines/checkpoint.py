@@ -13,7 +13,7 @@ from engines.core.model import Branch, DenoiserModel
 from pipelines.control_network import PART, UPSAMPLER_FOLDER, SeparatePart
 from pipelines.defaults import Defaults
 from pipelines.description import Description, read_description
-from pipelines.directory import GGUF, lone_file, part_class, part_folder, quantiser_of
+from pipelines.directory import DENOISERS, GGUF, has_part, lone_file, part_class, part_folder, quantiser_of, read_config
 from pipelines.loading import ModelSource, resolve_configuration, resolve_dtype, resolve_path
 from pipelines.lora.source import LoraLimits, LoraSource
 from pipelines.models.registry import spec_of, transformer_class
@@ -433,12 +433,16 @@ class Checkpoint:
 
 
 def _check_auto_encoder(path: Path, spec: ModelSpec) -> None:
-    """Raise ValueError for a tiny auto-encoder, unless the pipeline takes one of pictures, with the same latents.
+    """Raise ValueError for an auto-encoder of other latents than the transformer takes. Import torch for a tiny one."""
+    if part_class(path, VAE) == TINY:
+        _check_tiny(path, spec)
+    part = next(part for part in DENOISERS if part_class(path, part) is not None)
+    if has_part(path, part) and has_part(path, VAE):
+        spec.check_latents(read_config(path, part), read_config(path, VAE), path)
 
-    Other folders are checked without torch.
-    """
-    if part_class(path, VAE) != TINY:
-        return
+
+def _check_tiny(path: Path, spec: ModelSpec) -> None:
+    """Raise ValueError unless the pipeline takes an auto-encoder of pictures."""
     expected = spec.auto_encoder(path)
     kinds = [getattr(one, "__name__", str(one)) for one in get_args(expected) or (expected,)]
     if expected is not None and not {PLAIN, TINY} & set(kinds):

@@ -70,6 +70,14 @@ Kernels of milliseconds hide their launches, so a graph gains nothing: SGLang's 
 2853.0 ms captured, 2849.6 ms as it ships. A capture costs two more runs for every shape, and memory. The limit depends
 on no device and on no measured time: all ranks of a team, and all starts, must decide alike."""
 
+MIN_HOISTED_BYTES, HOISTED_SHARE = 2**31, 16
+"""What jobs in progress compute once a job may take this much, or the memory of a rank divided by ``HOISTED_SHARE``."""
+
+
+def max_hoisted_bytes(memory_bytes: int) -> int:
+    """Return the most that jobs in progress keep of what they compute once, on a rank with ``memory_bytes``."""
+    return max(MIN_HOISTED_BYTES, memory_bytes // HOISTED_SHARE)
+
 
 class FastModel(Protocol):
     """One transformer's step, for one team's exchange."""
@@ -249,10 +257,12 @@ class DenoiserModel:
     """Computes extra inputs of ``forward`` once a job, from all but latents and timestep; the module is whole."""
     hoisted_inputs: tuple[str, ...] = ()
     """Inputs that ``hoisted`` reads: branches that share them share what it computes. Empty: all, and the constants."""
-    hoisted_features: int = 0
-    """Numbers that ``hoisted`` leaves on every rank for each token of a step, if these are many."""
+    hoisted_features: Mapping[str, int] = field(default_factory=dict)
+    """Numbers that ``hoisted`` leaves on every rank for each token of a stream, by stream."""
     hoisted_numbers: int = 0
-    """Numbers that ``hoisted`` leaves for the longest prompt, if these are many."""
+    """Numbers that ``hoisted`` leaves for the longest prompt, if it leaves none for tokens of a stream."""
+    num_hoisted: int = 2
+    """Results of ``hoisted`` that a job with guidance needs from each module."""
     hoists_by_blocks: bool = False
     """Whether ``hoisted`` calls whole blocks, or holds the weights of those inside which it calls layers
     (``offload.on_device``): then it runs once a job with offloaded blocks too."""

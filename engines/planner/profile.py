@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -81,10 +81,12 @@ class ModelProfile:
     """Weights of the largest repeated block."""
     num_modules: int = 1
     """Transformers, of which a step runs one."""
-    hoisted_features: int = 0
-    """Numbers for each token that every rank holds whole (``DenoiserModel``)."""
+    hoisted_features: Mapping[str, int] = field(default_factory=dict)
+    """Numbers for each token of a stream that every rank holds whole (``DenoiserModel``)."""
     hoisted_numbers: int = 0
     """Numbers for each prompt that every rank with whole weights holds (``DenoiserModel``)."""
+    num_hoisted: int = 2
+    """Results of ``hoisted`` that a job with guidance needs from each module (``DenoiserModel``)."""
     has_fast_path: bool = False
     """Whether the family has a hand-ordered step."""
     divides_tokens: bool = True
@@ -203,6 +205,7 @@ def profile(model: DenoiserModel) -> ModelProfile:
         largest_weight_bytes=counter.largest_weight_bytes,
         hoisted_features=model.hoisted_features,
         hoisted_numbers=model.hoisted_numbers,
+        num_hoisted=model.num_hoisted,
         has_fast_path=model.fast is not None and model.weights is None,
         divides_tokens=bool(model.plan.shards),
         **_sizes_of_blocks(model),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engines.core.attention import HeadShare, share_heads
 from engines.core.layout import TokenLayout
-from engines.core.model import MAX_CAPTURED_BYTES
+from engines.core.model import MAX_CAPTURED_BYTES, max_hoisted_bytes
 from engines.core.spec import ParallelSpec
 from engines.planner.machine import Machine
 from engines.planner.profile import ModelProfile
@@ -219,17 +219,30 @@ class StepCost:
         Branches run one after the other.
         """
         gathered = 2 * self.hidden_bytes * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0.0
-        hoisted = self.profile.hoisted_features * self.profile.element_bytes * self.layout.num_tokens
-        buffers = hoisted if hoisted <= MAX_CAPTURED_BYTES else 0  # which a captured step reads
-        prompts = 0
-        if not (self.spec.divides_weights or self.offloaded_blocks):
-            prompts = (NUM_PROMPTS + 1) * self.profile.hoisted_numbers * self.profile.element_bytes
-        activations = LIVE_COPIES * self.hidden_bytes + gathered + hoisted + buffers + prompts
+        activations = LIVE_COPIES * self.hidden_bytes + gathered + self._hoisted_bytes()
         return int(max(self.weight_bytes() + activations, self.loading_bytes()))
 
+    def _hoisted_bytes(self) -> int:
+        """Return the bytes of what is computed once a job: for jobs in progress, and as inputs of a captured step.
 
-NUM_PROMPTS = 2
-"""Prompts whose keys and values are kept: a job's own and its negative one. A captured step reads a copy of one."""
+        Ranks that divide the weights compute it in each forward, and so does a prompt's reader with offloaded blocks.
+        """
+        lengths, features = dict(self.layout.lengths), self.profile.hoisted_features
+        numbers = sum(features.get(name, 0) * length for name, length in lengths.items())
+        if not (self.spec.divides_weights or self.offloaded_blocks):
+            numbers += self.profile.hoisted_numbers
+        one = numbers * self.profile.element_bytes
+        if not one or self.spec.divides_weights:
+            return one
+        of_a_job = self.profile.num_hoisted
+        room = max_hoisted_bytes(self.machine.memory_bytes) // one
+        of_jobs = min(JOBS_IN_PROGRESS * of_a_job * self.profile.num_modules, room)
+        is_captured = one <= MAX_CAPTURED_BYTES and not self.offloaded_blocks
+        return (max(of_a_job, of_jobs) + is_captured) * one
+
+
+JOBS_IN_PROGRESS = 2
+"""Jobs that take turns on a team, for which memory is counted. More keep what they compute once if it has room."""
 
 OFFLOAD_BUFFERS = 2
 """Buffers for offloaded blocks of a module: one is filled while the block in the other runs."""

@@ -35,8 +35,8 @@ from engines.parallel.early_start import gang_groups
 from engines.parallel.mesh import Team
 from engines.planner.auto import as_predicted, forecasts, lengths_of_choice, possible_team_sizes
 from engines.planner.forecast import StepForecast, estimates_of
-from engines.torch_engine.config import TorchChoices, check_divisible, check_spec, resolve, usual_exchange
-from engines.torch_engine.decision import MIN_BRANCHES, Decision, DecisionFile, Specs
+from engines.torch_engine.config import TorchChoices, check_divisible, check_spec, resolve
+from engines.torch_engine.decision import MIN_BRANCHES, REVISION, Decision, DecisionFile, Specs
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import ExchangeRules, goes_in_parts, meets_peers
 from engines.torch_engine.exchange.peer_memory import reachable
@@ -145,7 +145,7 @@ def _log(message: str, decision: Decision, file: DecisionFile, **fields: object)
 
 
 def _configured(engine: TorchEngine, decision: Decision, options: TorchOptions) -> TorchEngine:
-    exchange = decision.exchange or usual_exchange(options)
+    exchange = decision.exchange
     if isinstance(options.peer_memory, bool):  # the decision may come from a gang with "auto"
         exchange = replace(exchange, peer_memory=options.peer_memory)
     if engine.config.exchange != exchange:
@@ -163,9 +163,9 @@ def _decision_file(
         "peer_memory": str(options.peer_memory is not False),
         "tokens": str(dict(lengths_of_choice(model, model.device))),
         "every_team": str(choosing.every_team),
-        # Without a choice, files have the name that they had before there was one.
-        **({} if attention == "auto" else {"attention": attention}),
-        **({"originals_on_host": "True"} if options.originals_on_host else {}),
+        "attention": attention,
+        "originals_on_host": str(options.originals_on_host),
+        "revision": str(REVISION),
     }
     facts, check = {**choosing.facts, **facts}, partial(check_spec, model)
     return DecisionFile(folder=choosing.folder, name=choosing.name, facts=facts, check=check)

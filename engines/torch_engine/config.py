@@ -162,11 +162,12 @@ def memory_floor(model: DenoiserModel, precision: str, num_offloaded: int = 0) -
     modules = model.modules.values()
     dtype_bytes = dtype_of(next(iter(modules))).itemsize
     weight_bytes = sum(_held_bytes(module, model, num_offloaded) for module in modules)
+    hoisted_per_token = min((model.hoisted_features.get(name, 0) for name in model.plan.streams), default=0)
     return MemoryFloor(
         available_bytes=smallest_memory_bytes(model.device),
         weight_bytes=weight_bytes if precision == "native" else weight_bytes // dtype_bytes,
         token_bytes=model.num_heads * model.head_dim * dtype_bytes,
-        hoisted_token_bytes=model.hoisted_features * dtype_bytes,
+        hoisted_token_bytes=hoisted_per_token * dtype_bytes,
     )
 
 

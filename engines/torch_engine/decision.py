@@ -16,6 +16,9 @@ from engines.torch_engine.exchange.choose import ExchangeRules
 
 logger = logging.getLogger(__name__)
 
+REVISION = 1
+"""Raise it if steps of the same version would be decided on otherwise: other candidates, timing or cost model, or
+exchanges or kernels of another speed. Gangs then decide anew, once. Files without a revision are older than all."""
 MIN_BRANCHES = 2
 """A decision covers one branch alone and two at once, at least."""
 
@@ -25,19 +28,19 @@ Specs = tuple[ParallelSpec, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Decision:
-    """A gang's decision. Older files lack the last two fields."""
+    """A gang's decision."""
 
     specs: TeamSpecs
     """How teams of each size divide a step."""
-    exchange: ExchangeRules | None = None
-    """How ranks exchange heads; None: the default."""
+    exchange: ExchangeRules
+    """How ranks exchange heads."""
     estimates: StepEstimates | None = None
     """The cost model's step times for these divisions; None: unknown."""
 
     def describe(self) -> str:
         specs = self.specs
         names = (f"{size}: {' or '.join(spec.name for spec in dict.fromkeys(specs.of(size)))}" for size in specs.sizes)
-        return f"{'; '.join(names)}; exchange {(self.exchange or ExchangeRules()).describe()}"
+        return f"{'; '.join(names)}; exchange {self.exchange.describe()}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +69,10 @@ class DecisionFile:
             names = {int(size): named for size, named in document["strategies"].items()}
             if tuple(sorted(names)) != sizes:
                 raise ValueError(f"it has teams of {sorted(names)} ranks, and those here are of {list(sizes)}")
-            exchange, estimates = document.get("exchange"), document.get("estimates")
+            estimates = document["estimates"]
             return Decision(
                 specs=TeamSpecs(by_size={size: self._specs(names[size], size) for size in sizes}),
-                exchange=None if exchange is None else ExchangeRules(**exchange),
+                exchange=ExchangeRules(**document["exchange"]),
                 estimates=None if estimates is None else StepEstimates.of_document(estimates),
             )
         except FileNotFoundError:
@@ -80,11 +83,11 @@ class DecisionFile:
 
     def write(self, decision: Decision, times_ms: Mapping[str, float]) -> Decision:
         """Write ``decision`` unless another gang was first. Return the valid one."""
-        specs, exchange, estimates = decision.specs, decision.exchange, decision.estimates
+        specs, estimates = decision.specs, decision.estimates
         document = {
             "facts": dict(self.facts),
             "strategies": {str(size): [spec.name for spec in specs.of(size)] for size in specs.sizes},
-            "exchange": None if exchange is None else asdict(exchange),
+            "exchange": asdict(decision.exchange),
             "estimates": None if estimates is None else estimates.to_document(),
             "times_ms": dict(times_ms),
         }

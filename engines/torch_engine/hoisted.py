@@ -1,49 +1,68 @@
-"""Cache of tensors shared by a job's steps, computed at its first step: modulation, text, rotary tables."""
+"""Cache of tensors shared by a job's steps, computed at its first step: modulation, text, rotary tables.
+
+Jobs may take turns on a team at every step. A cache keeps what all of them need, as far as a share of the memory goes;
+the planner counts that for two jobs (``StepCost.memory_bytes``).
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
-from engines.core.model import LATENTS, TIMESTEP, Arguments, Branch, FastWeights, ModelInputs
+from engines.core.model import LATENTS, MIN_HOISTED_BYTES, TIMESTEP, Arguments, Branch, FastWeights, ModelInputs
 from engines.core.torch_private import version_of
 from engines.torch_engine.fast_step import FastStep
 
 HoistInputs = Callable[[nn.Module, Arguments], ModelInputs]
 
-MAX_ENTRIES, MAX_BYTES = 32, 2**31
-"""Limits of a cache. An evicted entry is computed again within one step."""
-MIN_ENTRIES = 2
-"""Entries kept whatever their size: two branches of a step alternate. One is kept if branches share it."""
+MAX_ENTRIES = 32
+"""Most results in a cache. An evicted one is computed again within one step."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A result and its source tensors, held so that no other tensor can get their identity."""
+    """A result and its source tensors, which only jobs hold: another tensor may get the identity of one that went."""
 
-    sources: tuple[Tensor, ...]
+    sources: tuple[weakref.ref[Tensor], ...]
     result: Mapping[str, Tensor]
 
     @property
     def num_bytes(self) -> int:
-        return sum(x.nbytes for x in (*self.sources, *self.result.values()))
+        return sum(x.nbytes for x in self.result.values())
+
+    @property
+    def is_in_use(self) -> bool:
+        return all(source() is not None for source in self.sources)
+
+    def is_of(self, sources: tuple[Tensor, ...]) -> bool:
+        return all(own() is source for own, source in zip(self.sources, sources, strict=True))
 
 
 class HoistedCache:
     """Results by the identity of their source tensors. States of jobs hold the same tensors from step to step.
+
+    Results of ended jobs go before a new one is computed. Above ``max_bytes`` the least recently used go, but not the
+    last ``min_entries``, which a job alternates between.
 
     ``latents`` and ``timestep`` are the names of the inputs that change with every step. ``hoisted_inputs`` as in
     ``DenoiserModel``.
     """
 
     def __init__(
-        self, *, latents: str = LATENTS, timestep: str = TIMESTEP, hoisted_inputs: tuple[str, ...] = ()
+        self,
+        *,
+        latents: str = LATENTS,
+        timestep: str = TIMESTEP,
+        hoisted_inputs: tuple[str, ...] = (),
+        min_entries: int = 2,
+        max_bytes: int = MIN_HOISTED_BYTES,
     ) -> None:
         self._latents, self._timestep, self._hoisted_inputs = latents, timestep, hoisted_inputs
-        self._min_entries = 1 if hoisted_inputs else MIN_ENTRIES
+        self._min_entries, self._max_bytes = min_entries, max_bytes
         self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
 
     def module_inputs(self, branch: Branch, module: nn.Module, hoist: HoistInputs) -> ModelInputs:
@@ -76,16 +95,22 @@ class HoistedCache:
     ) -> Mapping[str, Tensor]:
         """Return the result for ``owner``: a module, or the step itself (its address may be reused), with additions."""
         key = (owner, *((id(tensor), version_of(tensor)) for tensor in sources))
-        if key not in self._entries:
-            self._evict(self._min_entries - 1)  # before the new one takes memory
-            self._entries[key] = _Entry(sources, make())
+        entry = self._entries.get(key)
+        if entry is None or not entry.is_of(sources):
+            del entry  # before the new one takes memory
+            self._evict(self._min_entries - 1)
+            entry = self._entries[key] = _Entry(tuple(map(weakref.ref, sources)), make())
             self._evict(self._min_entries)
         self._entries.move_to_end(key)
-        return self._entries[key].result
+        return entry.result
 
     def _evict(self, min_entries: int) -> None:
-        """Drop the least recently used entries, but not the last ``min_entries``."""
-        while len(self._entries) > MAX_ENTRIES or (len(self._entries) > min_entries and self._num_bytes() > MAX_BYTES):
+        """Drop entries of ended jobs; then, above a limit, the oldest in use but the last ``min_entries``."""
+        for key in [key for key, entry in self._entries.items() if not entry.is_in_use]:
+            del self._entries[key]
+        while len(self._entries) > min_entries and (
+            len(self._entries) > MAX_ENTRIES or self._num_bytes() > self._max_bytes
+        ):
             self._entries.popitem(last=False)
 
     def _num_bytes(self) -> int:

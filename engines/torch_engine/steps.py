@@ -20,6 +20,7 @@ from engines.core.model import (
     FastWeights,
     Precision,
     StepTensors,
+    max_hoisted_bytes,
 )
 from engines.core.resources import LRUCache, rank_resources
 from engines.core.weight_memory import WeightMemory
@@ -27,6 +28,7 @@ from engines.fast.graph import CapturedStep, GraphPool
 from engines.parallel.division import shape_of
 from engines.parallel.mesh import Team
 from engines.parallel.sharded import ShardedModel
+from engines.planner.measure import memory_bytes
 from engines.planner.profile import rough_flops
 from engines.quantization.linear import move_from_host
 from engines.torch_engine.config import TorchChoices
@@ -78,7 +80,11 @@ class StepRunner:
         self._pool: GraphPool | None = None
         """Memory pool of all current graphs."""
         self._hoisted = HoistedCache(
-            latents=model.latents, timestep=model.timestep, hoisted_inputs=model.hoisted_inputs
+            latents=model.latents,
+            timestep=model.timestep,
+            hoisted_inputs=model.hoisted_inputs,
+            min_entries=model.num_hoisted,
+            max_bytes=max_hoisted_bytes(memory_bytes(device)),
         )
         self._memory = rank_resources().get(WeightMemory)
         self._memory.before_sleep(self._hoisted.clear)

@@ -54,6 +54,7 @@ def as_denoiser(
         hoisted_inputs=spec.hoisted_inputs,
         hoisted_features=spec.hoisted_features(config),
         hoisted_numbers=spec.hoisted_numbers(config),
+        num_hoisted=spec.num_hoisted,
         hoists_by_blocks=spec.hoists_by_blocks,
         reads_values=spec.reads_values,
         fast=spec.fast_weights(config),

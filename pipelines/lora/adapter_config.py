@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -13,27 +13,36 @@ from typing import Any
 from diffusers.loaders.lora_base import LORA_ADAPTER_METADATA_KEY
 
 from engines.parallel.weight_files import metadata_of
-from pipelines.lora.source import PEFT_CONFIG, AdapterError
+from pipelines.lora.source import MAX_SCALE, PEFT_CONFIG, AdapterError
 from pipelines.lora.translation import PEFT_PREFIX, shown
 
 CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """PEFT's initialisations, by their beginnings, that take the adapter's first product from the model's weights."""
 
 
+NUMBERS, PATTERNS = ("alpha", "lora_alpha", "r"), ("alpha_pattern", "rank_pattern")
+"""Keys of PEFT with a number, and with numbers by patterns of names."""
+RANKS = ("r", "rank_pattern")
+"""Those of them that alphas are divided by."""
+MAX_NUMBER = 2.0**127 / MAX_SCALE
+"""Above it, a scale of a request is beyond float32."""
+
+
 def peft_config(path: Path) -> Mapping[str, Any]:
     """Return the configuration beside the file that PEFT saved; empty without one.
 
-    ValueError for an adapter that is for changed weights of the model.
+    AdapterError for one that cannot be read, or has other values. ValueError for an adapter that is for changed weights
+    of the model.
     """
     file = path.parent / PEFT_CONFIG
-    config: Mapping[str, Any] = json.loads(file.read_text()) if file.is_file() else {}
-    return _checked(config, path)
+    config = _parsed(file.read_text, f"{PEFT_CONFIG} beside {path}", "config") if file.is_file() else {}
+    return _for_own_weights(config, path)
 
 
 def written_config(path: Path) -> Mapping[str, Any]:
-    """Return PEFT's config from the header of a file that diffusers wrote. ValueError as for ``peft_config``."""
-    config: Mapping[str, Any] = json.loads(metadata_of(path).get(LORA_ADAPTER_METADATA_KEY, "{}"))
-    return _checked(config, path)
+    """Return PEFT's config from the header of a file that diffusers wrote. Errors as for ``peft_config``."""
+    text = metadata_of(path).get(LORA_ADAPTER_METADATA_KEY, "{}")
+    return _for_own_weights(_parsed(lambda: text, f"the header of {path}", "file"), path)
 
 
 def has_alpha(path: Path) -> bool:
@@ -65,10 +74,52 @@ def for_all_layers(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     return {key: value for key, value in config.items() if key in ("lora_alpha", "use_rslora")}
 
 
-def _checked(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
+def _parsed(read: Callable[[], str], place: str, field: str) -> Mapping[str, Any]:
+    """Return a configuration whose values are those of PEFT. AdapterError, with key and ``place``, for others.
+
+    Keys in a header begin with a part's name.
+    """
+    try:
+        config = json.loads(read())
+    except (ValueError, OSError, RecursionError) as error:
+        raise AdapterError(f"{place} is no JSON: {error}", field) from error
+    try:
+        for key, value in _object(config, "").items():
+            name = key.rpartition(".")[2]
+            if name in PATTERNS:
+                for pattern, number in _object(value or {}, f"{key} ").items():
+                    _check_pattern(pattern, key)
+                    _check_number(number, f"{key} of {pattern!r}", is_rank=name in RANKS)
+            elif name in NUMBERS:
+                _check_number(value, key, is_rank=name in RANKS)
+    except ValueError as error:
+        raise AdapterError(f"{place} has {error}", field) from error
+    return _object(config, "")
+
+
+def _object(value: Any, name: str) -> Mapping[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name}{value!r:.80}; it must be an object")
+    return value
+
+
+def _check_pattern(pattern: str, key: str) -> None:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"a pattern in {key} that is no regular expression ({pattern}): {error}") from error
+
+
+def _check_number(value: Any, name: str, *, is_rank: bool) -> None:
+    """Raise ValueError for a value that gives no scale within float32."""
+    is_number = isinstance(value, int | float) and abs(value) <= MAX_NUMBER
+    if not is_number or (is_rank and value <= 0):
+        raise ValueError(f"{name} {value!r:.80}; it must be a finite number{' above 0' if is_rank else ''}")
+
+
+def _for_own_weights(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
     """Return ``config``, whose keys may begin with a part's name. ValueError if it is for changed weights."""
-    settings = config if isinstance(config, dict) else {}
-    start = next((value for key, value in settings.items() if key.endswith("init_lora_weights")), "")
+    start = next((value for key, value in config.items() if key.endswith("init_lora_weights")), "")
     if str(start).lower().startswith(CHANGES_BASE):
         raise ValueError(
             f"{path} is an adapter for weights that {start} has changed, and these are not in the file: save it with "

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,7 @@ from torch import nn
 
 from engines.core.model import Addition, DenoiserModel
 from engines.parallel.copies import weightless_copy
-from engines.parallel.weight_files import metadata_of
-from pipelines.lora.adapter_config import written_config
+from pipelines.lora.adapter_config import PATTERNS, peft_config, written_config
 from pipelines.lora.model import check_linears, read_low_ranks
 from pipelines.lora.source import LORA_FILE, PEFT_CONFIG, AdapterError, LoraLimits, LoraSource
 from pipelines.lora.translation import shown
@@ -171,42 +169,14 @@ def with_runtime_loras(model: DenoiserModel, pipeline_class: Any, limits: LoraLi
 
 
 def check_patterns(path: Path) -> None:
-    """Raise AdapterError for a config with patterns that cannot be matched, or whose matching could take for ever."""
-    metadata_of(path)
-    beside = path.parent / PEFT_CONFIG
-    readers: dict[str, Callable[[], Any]] = {"file": lambda: written_config(path)}
-    if beside.is_file():
-        readers["config"] = lambda: json.loads(beside.read_text())
-    for field, read in readers.items():
-        try:
-            _check_patterns(read, path)
-        except ValueError as error:
-            raise AdapterError(str(error), field) from error
-
-
-def _check_patterns(read: Callable[[], Any], path: Path) -> None:
-    try:
-        config = read()
-    except (ValueError, OSError, AttributeError, RecursionError) as error:
-        raise ValueError(f"the config of {path} cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"the config of {path} is no object")
-    patterns: list[str] = []
-    for name, value in config.items():  # in a header they begin with a part's name
-        if str(name).endswith(("alpha_pattern", "rank_pattern")):
-            patterns.extend(_keys(value or {}, name))
-    if repeating := [pattern for pattern in patterns if REPEATS.search(pattern)]:
-        raise ValueError(
-            f"{path} has patterns that repeat or group something ({shown(repeating)}): write names of layers"
-        )
-    for pattern in patterns:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{path} has a pattern that is no regular expression ({pattern}): {error}") from error
-
-
-def _keys(patterns: object, name: str) -> Iterable[str]:
-    if not isinstance(patterns, dict):
-        raise ValueError(f"{name} of the config is no object")
-    return map(str, patterns)
+    """Raise AdapterError for a config that cannot be read, or with patterns whose matching could take for ever."""
+    for field, read in (("file", written_config), ("config", peft_config)):
+        patterns: list[str] = []
+        for name, value in read(path).items():  # in a header they begin with a part's name
+            if name.endswith(PATTERNS):
+                patterns.extend(value or ())
+        if repeating := [pattern for pattern in patterns if REPEATS.search(pattern)]:
+            raise AdapterError(
+                f"{path} has patterns that repeat or group something ({shown(repeating)}): write names of layers",
+                field,
+            )

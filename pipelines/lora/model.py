@@ -44,8 +44,18 @@ def read_low_ranks(
 ) -> LowRanks:
     """Return an adapter's additions to the parameters of ``module``.
 
-    ValueError if it is for another model, or is of factors whose products take more than ``max_bytes``.
+    ValueError, which names the file, if it is damaged or for another model, or is of factors whose products take more
+    than ``max_bytes``.
     """
+    try:
+        return _low_ranks(source, module, pipeline_class, max_bytes)
+    except ValueError as error:
+        if source.path in str(error):
+            raise
+        raise ValueError(f"{source.path}: {error}") from error
+
+
+def _low_ranks(source: LoraSource, module: nn.Module, pipeline_class: Any, max_bytes: int | None) -> LowRanks:
     parameters = dict(module.named_parameters())
     layers = read_layers(source, pipeline_class, module, max_bytes)
     found = dict(_of_pairs(layers))

@@ -37,16 +37,6 @@ def check_channels(path: Path, part: str, given: int) -> None:
         )
 
 
-def check_latents(path: Path, given: int) -> None:
-    """Raise ValueError if the auto-encoder makes another number of channels than ``given``, the transformer's."""
-    vae = read_config(path, "vae")
-    if (number := vae.get("latent_channels", given)) != given:
-        raise ValueError(
-            f"the vae of {path}, an {vae.get('_class_name')}, makes {number} channels of latents, and the transformer "
-            f"takes {given}: take the model's own auto-encoder, or a tiny one that was made for it"
-        )
-
-
 def first_output(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
     """Call a diffusers transformer and return the first tensor of its output."""
     prediction: Tensor = module(**call, return_dict=False)[0]
@@ -126,6 +116,8 @@ class ModelSpec(ABC):
     """Compute inputs that no step changes, once a job (``DenoiserModel``)."""
     hoisted_inputs: tuple[str, ...] = ()
     """Inputs that ``hoisted`` reads, if branches of guidance share what it computes (``DenoiserModel``)."""
+    num_hoisted: int = 2
+    """Results of ``hoisted`` that a job with guidance needs (``DenoiserModel``)."""
     hoists_by_blocks: bool = False
     """Whether ``hoisted`` finds the weights of offloaded blocks (``DenoiserModel``)."""
     latent_upsampler: Callable[..., Any] | None = None
@@ -170,6 +162,10 @@ class ModelSpec(ABC):
     """Whether requests may shift the schedule of a scheduler without such a name."""
     schedules: tuple[str, ...] = ()
     """Schedules that the blocks take: ``sigmas``, ``timesteps``."""
+    latent_channels: tuple[str, ...] = ()
+    """Keys of the configuration, the first of which that is set counts the channels of a latent; none: not checked."""
+    latents_per_channels: int = 1
+    """Latents whose channels those keys count together, if tokens are packed squares."""
     plan: ShardPlan
     """The shard plan of all configurations, unless ``shard_plan`` is overridden."""
     arrange_fast: ArrangeWeights | None = None
@@ -195,12 +191,12 @@ class ModelSpec(ABC):
     def stream_lengths(self, config: Config, arguments: Arguments) -> Mapping[str, int]:
         """Return the number of tokens of each stream in a call with ``arguments``."""
 
-    def hoisted_features(self, config: Config) -> int:
-        """Return how many numbers ``hoisted`` leaves for each token (``DenoiserModel``); 0 if they are few."""
-        return 0
+    def hoisted_features(self, config: Config) -> Mapping[str, int]:
+        """Return how many numbers ``hoisted`` leaves for each token of a stream, by stream (``DenoiserModel``)."""
+        return {}
 
     def hoisted_numbers(self, config: Config) -> int:
-        """Return how many numbers ``hoisted`` leaves for the longest prompt (``DenoiserModel``); 0 if they are few."""
+        """Return how many numbers ``hoisted`` leaves for the longest prompt, if no stream has its tokens alone."""
         return 0
 
     def heads(self, config: Config) -> tuple[int, int]:
@@ -257,6 +253,16 @@ class ModelSpec(ABC):
         Its fused norms have one epsilon.
         """
         return self.arrange_fast if config.get("eps", FAST_EPS) == FAST_EPS else None
+
+    def check_latents(self, config: Config, vae: Mapping[str, Any], path: Path) -> None:
+        """Raise ValueError if the auto-encoder has latents of other channels than the transformer. Unset ones fit."""
+        given = next((config[key] for key in self.latent_channels if config.get(key)), 0) // self.latents_per_channels
+        number = vae.get("z_dim") or vae.get("latent_channels") or given
+        if given and number != given:
+            raise ValueError(
+                f"the vae of {path}, an {vae.get('_class_name')}, makes {number} channels of latents, and the "
+                f"transformer takes {given}: take the model's own auto-encoder, or a tiny one that was made for it"
+            )
 
     def auto_encoder(self, path: Path) -> Any:
         """Return the type of the ``vae`` that the pipeline takes, None if it names none. Needs torch."""

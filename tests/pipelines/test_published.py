@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import gc
 import inspect
+import json
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +109,19 @@ def test_every_real_configuration_is_there() -> None:
 def test_newer_models_have_as_many_parameters_as_they_should(name: str) -> None:
     weights = (weight for module in model_of(name).modules.values() for weight in module.parameters())
     assert sum(weight.nbytes for weight in weights) == 2 * NEWER[name], "in bfloat16"
+
+
+@pytest.mark.parametrize("name", [one for one in published_models() if one != "stable-diffusion-xl-base-1.0"])
+def test_an_auto_encoder_of_other_latents_is_refused_when_the_model_is_opened(name: str, tmp_path: Path) -> None:
+    """A U-Net's is found by its inputs."""
+    folder = shutil.copytree(resolve_configuration(name), tmp_path / "model")
+    config = Checkpoint(folder).path / "vae" / "config.json"
+    vae = json.loads(config.read_text())
+    key = "z_dim" if "z_dim" in vae else "latent_channels"
+    config.write_text(json.dumps({**vae, key: vae[key] + 1}))
+    message = f"makes {vae[key] + 1} channels of latents, and the transformer takes {vae[key]}: take the model's own"
+    with pytest.raises(ValueError, match=message):
+        Checkpoint(folder)
 
 
 STEPS, GUIDANCE = "num_inference_steps", "guidance_scale"

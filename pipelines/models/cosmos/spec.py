@@ -65,6 +65,7 @@ def makes_sound(path: Path) -> bool:
 
 class CosmosSpec(ModelSpec):
     family = "cosmos"
+    latent_channels = ("latent_channel",)
     has_own_guidance = True
     decodes_frames_apart = True
     forward = lazy("pipelines.models.cosmos.attention:forward")
@@ -89,6 +90,10 @@ class CosmosSpec(ModelSpec):
                 *(RowLinear(pattern=f"layers.*.{mlp}.down_proj") for mlp in MLPS),
             ),
         )
+
+    def hoisted_features(self, config: Config) -> Mapping[str, int]:
+        """Return keys and values of all layers."""
+        return {TEXT: 2 * int(config["num_hidden_layers"] * config["num_key_value_heads"] * config["head_dim"])}
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         num_generated = math.prod(grid(config, arguments)) + num_sound_tokens(arguments)

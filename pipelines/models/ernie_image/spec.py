@@ -44,6 +44,8 @@ def _patch(path: Path) -> int:
 
 class ErnieImageSpec(ModelSpec):
     family = "ernie_image"
+    latent_channels = ("in_channels",)
+    latents_per_channels = 4
     schedulers = ("euler",)
     plan = SHARD_PLAN
     eager_only = "computes a part of itself under an autocast of its own"

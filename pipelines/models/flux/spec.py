@@ -15,7 +15,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
-from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, check_channels, check_latents, lazy
+from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, check_channels, lazy
 from pipelines.recipes import Recipe
 from pipelines.solver import SIGMAS
 
@@ -71,6 +71,8 @@ RECIPES: Mapping[str, Recipe] = {
 
 class FluxSpec(TextAndImageSpec):
     family = "flux"
+    latent_channels = ("out_channels", "in_channels")
+    latents_per_channels = PATCH**2
     schedulers = ("euler", "unipc")
     schedules = (SIGMAS,)
     plan = SHARD_PLAN
@@ -107,7 +109,6 @@ class FluxSpec(TextAndImageSpec):
         config = read_config(path, "transformer")
         num_channels: int = config.get("out_channels") or config["in_channels"]
         check_channels(path, "transformer", given=num_channels)
-        check_latents(path, num_channels // PATCH**2)
         is_dev: bool = config["guidance_embeds"]
         defaults = replace(
             PICTURE,

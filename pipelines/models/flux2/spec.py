@@ -56,6 +56,8 @@ def _known_defaults(path: Path) -> Defaults:
 
 class Flux2Spec(TextAndImageSpec):
     family = "flux2"
+    latent_channels = ("in_channels",)
+    latents_per_channels = PATCH**2
     schedulers = ("euler", "unipc")
     schedules = (SIGMAS,)
     arrange_fast = lazy("pipelines.models.flux2.fast:Flux2Weights")

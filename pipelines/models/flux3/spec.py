@@ -65,6 +65,8 @@ DISTILLED = distilled(BASE, 16)
 
 class Flux3Spec(ModelSpec):
     family = "flux3"
+    latent_channels = ("in_channels",)
+    latents_per_channels = PATCH**2
     schedulers = ("euler",)
     schedules = (SIGMAS,)
     plan = SHARD_PLAN

@@ -48,6 +48,7 @@ LOW = 640
 
 class HunyuanVideoSpec(ModelSpec):
     family = "hunyuan_video"
+    latent_channels = ("out_channels",)
     schedulers = ("euler",)
     schedules = (SIGMAS,)
     fits_pictures = True

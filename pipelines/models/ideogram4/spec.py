@@ -5,6 +5,7 @@ The two predictions are combined by a scale for each step, of which the last few
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,8 +30,8 @@ PACKED = ("hidden_states", "encoder_hidden_states", "position_ids", "indicator")
 """Inputs with an entry for each token."""
 PATCH = 2
 """Latents a token along each side, which no configuration says."""
-TYPICAL_TOKENS = 300
-"""Tokens of a prompt for warm-up: the model reads descriptions of a paragraph."""
+TYPICAL_TOKENS, MAX_TOKENS = 300, 2048
+"""Tokens of a prompt for warm-up, as the model reads descriptions of a paragraph, and at most."""
 SCALE, LAST_SCALE = 7.0, 3.0
 """Guidance of the first steps, and of the last ones."""
 
@@ -82,6 +83,8 @@ def guidance_schedule(num_steps: int, scale: float) -> tuple[float, ...]:
 
 class Ideogram4Spec(ModelSpec):
     family = "ideogram4"
+    latent_channels = ("in_channels",)
+    latents_per_channels = PATCH**2
     plan = SHARD_PLAN
     has_own_guidance = True
     eager_only = "computes a part of itself under an autocast of its own"
@@ -91,6 +94,9 @@ class Ideogram4Spec(ModelSpec):
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {TOKENS: arguments["hidden_states"].shape[1]}
+
+    def hoisted_numbers(self, config: Config) -> int:
+        return math.prod(self.heads(config)) * MAX_TOKENS
 
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Any]:
         import torch
@@ -123,7 +129,7 @@ class Ideogram4Spec(ModelSpec):
             num_inference_steps=PRESETS[-1].num_steps,
             guidance_scale=SCALE,
             size_multiple=PATCH * vae_scale(path),
-            max_tokens=2048,
+            max_tokens=MAX_TOKENS,
         )
 
 

@@ -36,6 +36,8 @@ TURBO = distilled(BASE, 8)
 
 class Krea2Spec(ModelSpec):
     family = "krea2"
+    latent_channels = ("in_channels",)
+    latents_per_channels = PATCH**2
     schedulers = ("euler",)
     schedules = (SIGMAS,)
     local_attention = ("text_fusion.layerwise_blocks.*.attn", "text_fusion.refiner_blocks.*.attn")

@@ -44,6 +44,7 @@ def vae_scales(path: Path) -> tuple[int, int]:
 
 class LTXSpec(ModelSpec):
     family = "ltx"
+    latent_channels = ("in_channels",)
     schedulers = ("euler",)
     schedules = (SIGMAS,)
     patch_blocks = lazy("pipelines.models.ltx.patches:patch_blocks")
@@ -53,6 +54,11 @@ class LTXSpec(ModelSpec):
     fits_pictures = True
     needs_negative = True
     first_frame = first_latent_frame
+
+    def check_latents(self, config: Config, vae: Mapping[str, Any], path: Path) -> None:
+        """Check the channels of tokens of one latent, as in all published models."""
+        if config.get("patch_size", 1) == config.get("patch_size_t", 1) == 1:
+            super().check_latents(config, vae, path)
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return the plan. Norms and positions take the features of all heads."""

@@ -111,6 +111,8 @@ Qwen-Image-Edit-2509-Lightning-4steps-V1.0-fp32.safetensors and -8steps-.
 
 class QwenImageSpec(TextAndImageSpec):
     family = "qwen"
+    latent_channels = ("in_channels",)
+    latents_per_channels = 4
     schedulers = ("euler", "unipc")
     schedules = (SIGMAS,)
     plan = SHARD_PLAN

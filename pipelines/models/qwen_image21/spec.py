@@ -53,6 +53,7 @@ SHARD_PLAN = ShardPlan(
 
 class QwenImage21Spec(ModelSpec):
     family = "qwen"
+    latent_channels = ("in_channels",)
     schedulers = ("euler",)
     schedules = (SIGMAS,)
     plan = SHARD_PLAN
@@ -63,6 +64,10 @@ class QwenImage21Spec(ModelSpec):
     hoisted = lazy("pipelines.models.qwen_image21.attention:hoisted")
     """Keys and values of prompt and reference pictures."""
     hoists_by_blocks = True
+
+    def hoisted_features(self, config: Config) -> Mapping[str, int]:
+        """Return keys and values of all blocks."""
+        return {SEEN: 2 * int(config["num_layers"]) * math.prod(self.heads(config))}
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {SEEN: num_seen(arguments), PAINTED: arguments[LATENTS].shape[1]}

@@ -12,7 +12,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
-from pipelines.models.spec import PICTURE, Config, ModelSpec, check_latents, lazy, num_patches
+from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy, num_patches
 from pipelines.request import MediaRequest
 from pipelines.solver import SIGMAS
 
@@ -50,6 +50,7 @@ MEDIUM_35 = replace(MEDIUM, num_inference_steps=40, true_cfg_scale=4.5)
 
 class SD3Spec(ModelSpec):
     family = "sd3"
+    latent_channels = ("in_channels",)
     schedulers = ("euler",)
     schedules = (SIGMAS,)
     set_kernel = lazy("pipelines.models.sd3.attention:set_kernel")
@@ -77,7 +78,6 @@ class SD3Spec(ModelSpec):
         """Return the defaults: 3.5 normalises queries and keys; its medium has blocks that attend twice."""
         config = read_config(path, "transformer")
         known = MEDIUM if not config.get("qk_norm") else MEDIUM_35 if config.get("dual_attention_layers") else LARGE_35
-        check_latents(path, config.get("in_channels", 16))
         return replace(known, size_multiple=vae_scale(path) * config.get("patch_size", 2))
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:

@@ -69,6 +69,11 @@ def attends_to_pictures(config: Config) -> bool:
     return config.get("added_kv_proj_dim") is not None
 
 
+def num_picture_tokens(config: Config) -> int:
+    """Return the tokens of pictures in cross-attention: of two, if they have positions (first and last frame)."""
+    return (config.get("pos_embed_seq_len") or PICTURE_TOKENS) if attends_to_pictures(config) else 0
+
+
 LARGE = replace(CLIP, num_frames=81, fps=16, max_frames=81, max_tokens=MAX_TOKENS)
 """Wan 2.1 14B; the others differ in a few values (from their model cards on the hub)."""
 
@@ -140,6 +145,7 @@ keeps the old noise.
 
 class WanSpec(ModelSpec):
     family = "wan"
+    latent_channels = ("out_channels", "in_channels")
     schedulers = ("euler", "unipc", "dpm++")
     schedules = (SIGMAS, TIMESTEPS)
     fits_pictures = True
@@ -168,7 +174,7 @@ class WanSpec(ModelSpec):
     def hoisted_numbers(self, config: Config) -> int:
         heads, dim = self.heads(config)
         num_blocks = int(config["num_layers"]) + len(config.get("vace_layers") or ())
-        return 2 * num_blocks * heads * dim * (MAX_TOKENS + PICTURE_TOKENS * attends_to_pictures(config))
+        return 2 * num_blocks * heads * dim * (MAX_TOKENS + num_picture_tokens(config))
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {VIDEO: num_patches(arguments["hidden_states"].shape[2:], config["patch_size"])}

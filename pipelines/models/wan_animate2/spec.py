@@ -86,6 +86,7 @@ PLAN = ShardPlan(
 
 class WanAnimate2Spec(ModelSpec):
     family = "wan_animate2"
+    latent_channels = ("out_dim",)
     plan = PLAN
     fits_pictures = True
     decodes_frames_apart = True
@@ -98,14 +99,15 @@ class WanAnimate2Spec(ModelSpec):
     hoisted = lazy("pipelines.models.wan_animate2.attention:hoisted")
     """The driving clip's keys and values."""
     hoisted_inputs = (DRIVING, DRIVING_TEXT, DRIVING_PICTURE)
+    num_hoisted = 1
     hoists_by_blocks = True
 
     def heads(self, config: Config) -> tuple[int, int]:
         return config["num_heads"], config["dim"] // config["num_heads"]
 
-    def hoisted_features(self, config: Config) -> int:
+    def hoisted_features(self, config: Config) -> Mapping[str, int]:
         """Return keys and values of all blocks: the driving clip has a token for each of the result's."""
-        return 2 * int(config["num_layers"] * config["dim"])
+        return {VIDEO: 2 * int(config["num_layers"] * config["dim"])}
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {VIDEO: num_tokens(config, arguments)}

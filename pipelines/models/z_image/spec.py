@@ -16,7 +16,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import attention_linears
-from pipelines.models.spec import PICTURE, Config, ModelSpec, blank_like, check_latents, distilled, lazy, num_patches
+from pipelines.models.spec import PICTURE, Config, ModelSpec, blank_like, distilled, lazy, num_patches
 from pipelines.models.z_image.text import PADDED_TO, padded_length
 from pipelines.solver import SIGMAS
 
@@ -65,6 +65,7 @@ BASE_SHIFT = 6.0
 
 class ZImageSpec(ModelSpec):
     family = "z_image"
+    latent_channels = ("in_channels",)
     schedulers = ("euler",)
     schedules = (SIGMAS,)
     plan = SHARD_PLAN
@@ -114,7 +115,6 @@ class ZImageSpec(ModelSpec):
 
     def defaults(self, path: Path) -> Defaults:
         """Return Z-Image's or Turbo's, by the schedule. A ``troupe.json`` in the folder overrides them."""
-        check_latents(path, read_config(path, "transformer").get("in_channels", 16))
         defaults = BASE if read_config(path, "scheduler").get("shift", 1.0) >= BASE_SHIFT else TURBO
         return replace(defaults, size_multiple=math.lcm(SIZE_MULTIPLE, vae_scale(path) * PATCH))
 

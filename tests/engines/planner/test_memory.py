@@ -141,21 +141,35 @@ def test_loaded_values_of_weights_that_additions_change_count(precision: str, fa
     assert step.weight_bytes() == pytest.approx(held, abs=num_bytes + 0.01 * held)
 
 
-@pytest.mark.parametrize(("num_bytes", "copies"), [(2**31, 2), (2**32, 1)])
-def test_what_a_job_computes_once_counts_twice_only_where_steps_are_captured(num_bytes: int, copies: int) -> None:
+@pytest.mark.parametrize(
+    ("num_bytes", "num_hoisted", "copies"),
+    [
+        (2**31, 2, 4 + 1),
+        (2**31, 1, 2 + 1),
+        (2**32, 1, 2),
+        (2**32, 2, 2),
+        (2**33, 1, 1),
+        (2**33, 2, 2),
+    ],
+)
+def test_what_jobs_compute_once_counts_for_two_jobs_and_for_a_captured_step(
+    num_bytes: int, num_hoisted: int, copies: int
+) -> None:
+    """For one, if two take more than the cache keeps; captured steps read no inputs above 2 GiB."""
     counted = profile(models.model("flux"))
-    layout = TokenLayout(lengths=(("image", 256),), num_chunks=1)
+    layout = TokenLayout(lengths=(("text", 128), ("image", 256)), num_chunks=1)
     step = StepCost(counted, layout, ParallelSpec(), H200, "native")
-    whole = replace(step, profile=replace(counted, hoisted_features=num_bytes // 256 // counted.element_bytes))
+    features = {"image": num_bytes // 256 // counted.element_bytes}
+    whole = replace(step, profile=replace(counted, hoisted_features=features, num_hoisted=num_hoisted))
     assert whole.memory_bytes() - step.memory_bytes() == copies * num_bytes
 
 
 @pytest.mark.parametrize(
     ("spec", "offloaded_blocks", "copies"),
-    [(ParallelSpec(), 0, 3), (ParallelSpec(tensor=2), 0, 0), (ParallelSpec(), 1, 0)],
+    [(ParallelSpec(), 0, 5), (ParallelSpec(tensor=2), 0, 0), (ParallelSpec(), 1, 0)],
     ids=["whole weights", "divided weights", "offloaded blocks"],
 )
-def test_keys_of_a_prompt_and_of_a_negative_one_are_kept_and_read_by_a_graph(
+def test_keys_of_two_jobs_prompts_are_kept_and_those_of_one_read_by_a_graph(
     spec: ParallelSpec, offloaded_blocks: int, copies: int
 ) -> None:
     counted = profile(models.model("flux"))

@@ -321,16 +321,11 @@ def test_a_file_that_is_no_use_is_ignored_and_replaced(change: Any, tmp_path: Pa
 PARTS_ARE_FASTER = Times(strategies_ms=ULYSSES_MS, exchange={IN_PARTS: 0.8})
 
 
-def test_an_older_file_without_rules_is_followed_with_the_usual_ones(tmp_path: Path) -> None:
-    (written, started), _ = gang(2).run(after, tmp_path, {"exchange": None}, PARTS_ARE_FASTER)
+@pytest.mark.parametrize("exchange", [{"peer_memory": "no"}, {"parts_from_tokens": 1.5}, {"lanes": 2}, None])
+def test_a_file_with_unknown_rules_or_without_is_no_use(exchange: Any, tmp_path: Path) -> None:
+    (written, started), _ = gang(2).run(after, tmp_path, {"exchange": exchange}, PARTS_ARE_FASTER)
     assert written["exchange"] == {"peer_memory": True, "side_streams": True, "parts_from_tokens": 40}
     assert f"ulysses2 on 2, branches: 1, exchange {IN_PARTS}" in written["times_ms"]
-    assert (started.strategy, started.exchange, started.num_timed) == ("ulysses2", USUAL, 0)
-
-
-@pytest.mark.parametrize("exchange", [{"peer_memory": "no"}, {"parts_from_tokens": 1.5}, {"lanes": 2}])
-def test_a_file_with_unknown_rules_is_no_use(exchange: Any, tmp_path: Path) -> None:
-    (_, started), _ = gang(2).run(after, tmp_path, {"exchange": exchange}, PARTS_ARE_FASTER)
     assert started.num_timed
     assert started.exchange == ExchangeRules(parts_from_tokens=40)
 

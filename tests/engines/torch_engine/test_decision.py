@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from engines.core.spec import ParallelSpec
 from engines.parallel.division import TeamSpecs
 from engines.torch_engine import autotune
-from engines.torch_engine.decision import Decision, DecisionFile
+from engines.torch_engine.decision import REVISION, Decision, DecisionFile
+from engines.torch_engine.exchange.choose import ExchangeRules
 from engines.torch_engine.options import TorchOptions
 from tests.engines.support import models
 from tests.engines.torch_engine.support.decisions import choosing
 
-DECISION = Decision(specs=TeamSpecs(by_size={2: (ParallelSpec.of("ulysses", 2), ParallelSpec.of("ring", 2))}))
+DECISION = Decision(
+    specs=TeamSpecs(by_size={2: (ParallelSpec.of("ulysses", 2), ParallelSpec.of("ring", 2))}), exchange=ExchangeRules()
+)
 
 
 def test_a_decision_that_does_not_suit_the_model_is_replaced(tmp_path: Path) -> None:
@@ -28,7 +33,7 @@ def test_a_decision_that_does_not_suit_the_model_is_replaced(tmp_path: Path) -> 
     assert file.read((2,)) == DECISION
     strict = replace(file, check=check)
     assert strict.read((2,)) is None
-    other = Decision(specs=TeamSpecs(by_size={2: (ParallelSpec.of("ulysses", 2),) * 2}))
+    other = replace(DECISION, specs=TeamSpecs(by_size={2: (ParallelSpec.of("ulysses", 2),) * 2}))
     assert strict.write(other, {}) is other
     assert strict.read((2,)) == other
 
@@ -44,13 +49,25 @@ def test_a_folder_that_takes_no_file_costs_a_warning(
     assert "cannot be written" in caplog.text
 
 
-def test_attention_in_float8_is_decided_on_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without it, files are named as before there was a choice."""
+@pytest.mark.parametrize(
+    ("change", "fact"),
+    [
+        ({"attention": "fp8"}, {"attention": "fp8"}),
+        ({"options": TorchOptions(originals_on_host=True)}, {"originals_on_host": "True"}),  # other strategies fit
+        ({}, {"revision": "another"}),
+    ],
+    ids=["attention in float8", "originals on the host", "an upgrade within a version"],
+)
+def test_it_is_decided_anew_for(
+    change: dict[str, Any], fact: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(autotune, "from_all_ranks", lambda value: [value])
-    model, how, options = models.model("flux"), choosing(tmp_path), TorchOptions()
-    auto, fp8 = (autotune._decision_file(model, how, "native", each, options) for each in ("auto", "fp8"))
-    assert "attention" not in auto.facts
-    assert fp8.facts == {**auto.facts, "attention": "fp8"}
-    assert fp8.path != auto.path
-    on_host = autotune._decision_file(model, how, "native", "auto", TorchOptions(originals_on_host=True))
-    assert on_host.facts == {**auto.facts, "originals_on_host": "True"}, "other strategies fit"
+    usual: dict[str, Any] = {"precision": "native", "attention": "auto", "options": TorchOptions()}
+    make = partial(autotune._decision_file, models.model("flux"), choosing(tmp_path))
+    before = make(**usual)
+    before.write(DECISION, {})
+    assert make(**usual).read((2,)) == DECISION
+    monkeypatch.setattr(autotune, "REVISION", fact.get("revision", REVISION))
+    after = make(**{**usual, **change})
+    assert after.facts == {**before.facts, **fact}
+    assert after.read((2,)) is None

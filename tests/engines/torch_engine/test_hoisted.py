@@ -5,18 +5,27 @@ from __future__ import annotations
 import gc
 import weakref
 from dataclasses import replace
+from operator import sub
 from typing import Any
 from unittest.mock import Mock, patch
 
+import pytest
 import torch
 
 from engines.core.layout import TokenLayout
-from engines.core.model import LATENTS, Arguments, Branch, ModelInputs, Schedule
+from engines.core.model import LATENTS, Arguments, Branch, ModelInputs, Schedule, max_hoisted_bytes
+from engines.core.spec import ParallelSpec
 from engines.parallel.mesh import team_of_one
+from engines.planner.machine import H200
+from engines.planner.profile import profile
+from engines.planner.step_cost import StepCost
 from engines.torch_engine.fast_step import FastStep
 from engines.torch_engine.hoisted import HoistedCache
+from pipelines.checkpoint import Checkpoint
+from pipelines.directory import read_config
 from pipelines.models.flux.fast import FluxWeights
 from pipelines.models.flux.spec import SHARD_PLAN, SPEC
+from pipelines.models.registry import spec_of
 from tests.engines.support import models
 
 TIMESTEPS_S = torch.tensor([0.9, 0.6, 0.2])
@@ -117,7 +126,7 @@ def test_a_step_is_never_taken_for_one_that_went() -> None:
 
 
 def test_the_least_recently_used_entry_is_evicted() -> None:
-    cache, computed = HoistedCache(), []
+    cache, computed = HoistedCache(max_bytes=2 * 32), []  # of two results
     texts = [torch.full((8,), float(number)) for number in range(3)]
 
     def hoist(_module: torch.nn.Module, inputs: ModelInputs) -> ModelInputs:
@@ -125,16 +134,15 @@ def test_the_least_recently_used_entry_is_evicted() -> None:
         return {"more": inputs["text"] + 1}
 
     module = torch.nn.Identity()
-    with patch("engines.torch_engine.hoisted.MAX_BYTES", 2 * 64):  # a text and its result: 64 bytes
-        for number in (0, 1, 0, 2, 0, 1):
-            result = cache.module_inputs(Branch(inputs={"text": texts[number]}), module, hoist)
-            torch.testing.assert_close(result["more"], texts[number] + 1)
+    for number in (0, 1, 0, 2, 0, 1):
+        result = cache.module_inputs(Branch(inputs={"text": texts[number]}), module, hoist)
+        torch.testing.assert_close(result["more"], texts[number] + 1)
     assert computed == [0, 1, 2, 1]
 
 
 def test_branches_that_share_inputs_share_one_result() -> None:
     """It goes before the next one takes memory, if it is large; constants and other inputs do not matter."""
-    cache, computed = HoistedCache(hoisted_inputs=("clip",)), []
+    cache, computed = HoistedCache(hoisted_inputs=("clip",), min_entries=1, max_bytes=1), []
     clips = [torch.full((8,), float(number)) for number in range(2)]
     results = list[weakref.ref[torch.Tensor]]()
 
@@ -146,16 +154,15 @@ def test_branches_that_share_inputs_share_one_result() -> None:
         return {"more": more}
 
     module = torch.nn.Identity()
-    with patch("engines.torch_engine.hoisted.MAX_BYTES", 1):
-        for number, is_negative in ((0, False), (0, True), (0, False), (1, False), (1, True), (0, True)):
-            inputs = {"clip": clips[number], "text": torch.zeros(1)}
-            branch = Branch(inputs=inputs, constants={"is_negative": is_negative})
-            assert torch.equal(cache.module_inputs(branch, module, hoist)["more"], clips[number] + 1)
+    for number, is_negative in ((0, False), (0, True), (0, False), (1, False), (1, True), (0, True)):
+        inputs = {"clip": clips[number], "text": torch.zeros(1)}
+        branch = Branch(inputs=inputs, constants={"is_negative": is_negative})
+        assert torch.equal(cache.module_inputs(branch, module, hoist)["more"], clips[number] + 1)
     assert computed == [0, 1, 0]
 
 
 def test_what_two_branches_take_turns_with_stays_however_large() -> None:
-    cache, computed = HoistedCache(), []
+    cache, computed = HoistedCache(max_bytes=1), []
     texts = [torch.full((8,), float(number)) for number in range(3)]
 
     def hoist(_module: torch.nn.Module, arguments: Arguments) -> ModelInputs:
@@ -167,9 +174,53 @@ def test_what_two_branches_take_turns_with_stays_however_large() -> None:
         return cache.module_inputs(branch, module, hoist)["more"]
 
     module = torch.nn.Identity()
-    with patch("engines.torch_engine.hoisted.MAX_BYTES", 1):
-        for number in (0, 1, 0, 1, 2, 1, 0):
-            torch.testing.assert_close(more(number, 4), texts[number] + 4)
-        assert computed == [(0, 4), (1, 4), (2, 4), (0, 4)]
-        torch.testing.assert_close(more(0, 5), texts[0] + 5)
+    for number in (0, 1, 0, 1, 2, 1, 0):
+        torch.testing.assert_close(more(number, 4), texts[number] + 4)
+    assert computed == [(0, 4), (1, 4), (2, 4), (0, 4)]
+    torch.testing.assert_close(more(0, 5), texts[0] + 5)
     assert computed[-1] == (0, 5), "constants tell results apart"
+
+
+def test_results_of_an_ended_job_go_before_others_take_memory() -> None:
+    """Whatever new tensors lie where those of the ended job were."""
+    cache, results = HoistedCache(), list[weakref.ref[torch.Tensor]]()
+
+    def hoist(_module: torch.nn.Module, arguments: Arguments) -> ModelInputs:
+        assert all(result() is None for result in results)
+        more = arguments["text"] + 1
+        results.append(weakref.ref(more))
+        return {"more": more}
+
+    module = torch.nn.Identity()
+    for number in range(3):
+        text = torch.full((8,), float(number))
+        assert torch.equal(cache.module_inputs(Branch(inputs={"text": text}), module, hoist)["more"], text + 1)
+        del text
+    assert len(results) == 3
+
+
+@pytest.mark.parametrize("name", ["LTX-2", "Wan2.2-T2V-A14B", "ideogram-4"])
+@pytest.mark.parametrize("gib", [80, 24])
+def test_two_jobs_with_guidance_take_turns_at_every_step_as_far_as_memory_is_counted(name: str, gib: int) -> None:
+    """With prompts of the full length. What ended before them takes nothing."""
+    path = Checkpoint.of_configuration(name).path
+    config, spec = read_config(path, "transformer"), spec_of(path)
+    one, made = 2 * spec.hoisted_numbers(config), list[int]()
+    counted = replace(profile(models.model("wan")), hoisted_numbers=one // 2, dtype=torch.bfloat16)
+    layout = TokenLayout(lengths=(("video", 1),), num_chunks=1)
+    machine = replace(H200, memory_bytes=gib * 2**30)
+    steps = (StepCost(each, layout, ParallelSpec(), machine) for each in (counted, replace(counted, hoisted_numbers=0)))
+    num_counted = round(sub(*(step.memory_bytes() for step in steps)) / one) - 1  # without a captured step's
+
+    def hoist(_module: torch.nn.Module, arguments: Arguments) -> ModelInputs:
+        made.append(int(arguments["text"]))
+        return {"keys": torch.empty(one, dtype=torch.uint8, device="meta")}
+
+    cache, module = HoistedCache(max_bytes=max_hoisted_bytes(machine.memory_bytes)), torch.nn.Identity()
+    for number in range(9):
+        cache.module_inputs(Branch(inputs={"text": torch.tensor(number)}), module, hoist)
+    texts = [torch.tensor(-number) for number in range(num_counted)]
+    for text in 3 * texts:
+        cache.module_inputs(Branch(inputs={"text": text}), module, hoist)
+    assert num_counted == (2 if (name, gib) == ("LTX-2", 24) else 4)
+    assert made[9:] == [0, -1, -2, -3][:num_counted]

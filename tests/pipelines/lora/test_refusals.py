@@ -107,8 +107,10 @@ LOST: dict[str, tuple[str, Callable[[str], Tensors], str]] = {
 @pytest.mark.parametrize("name", LOST)
 def test_what_nothing_reads_is_named(small: Callable[[str], Path], tmp_path: Path, name: str, part: str) -> None:
     model, make, message = LOST[name]
-    with pytest.raises(ValueError, match=message):
-        added(small(model), written(make(model), tmp_path), part)
+    file = written(make(model), tmp_path)
+    with pytest.raises(ValueError, match=message) as refusal:
+        added(small(model), file, part)
+    assert str(file) in str(refusal.value), "a model may have several"
 
 
 TO_OUT, Q = "transformer_blocks.0.attn.to_out.0", "blocks.0.attn1.to_q"
@@ -202,6 +204,26 @@ def test_adapters_for_changed_weights_are_refused(
     save_file(tensors, tmp_path / "adapter.safetensors", metadata=None if is_beside else header)
     with pytest.raises(ValueError, match=f"is an adapter for weights that {start} has changed"):
         added(small("flux"), tmp_path / "adapter.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"lora_alpha": float("inf")}, r"lora_alpha inf; it must be a finite number"),
+        ({"lora_alpha": None}, r"lora_alpha None; it must be a finite number"),
+        ({"alpha_pattern": {"proj_out": float("nan")}}, r"alpha_pattern of 'proj_out' nan; it must be a finite number"),
+        ({"alpha_pattern": [1]}, r"alpha_pattern \[1\]; it must be an object"),
+        ({"alpha_pattern": {"(": 1}}, r"a pattern in alpha_pattern that is no regular expression \(\(\)"),
+    ],
+)
+def test_a_damaged_configuration_is_named_with_its_file(
+    small: Callable[[str], Path], tmp_path: Path, config: dict[str, object], message: str
+) -> None:
+    tensors = pair("base_model.model.proj_out", *PROJ_OUT.shape, spelling="A")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"r": RANK, **config}))
+    with pytest.raises(ValueError, match=rf"adapter_config\.json beside {tmp_path}.* has {message}") as refusal:
+        added(small("flux"), written(tensors, tmp_path))
+    assert getattr(refusal.value, "field", "file") == "config"
 
 
 def test_patterns_of_translated_names_are_refused(small: Callable[[str], Path], tmp_path: Path) -> None:

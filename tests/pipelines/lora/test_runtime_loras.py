@@ -214,20 +214,21 @@ def with_config(**config: object) -> Callable[[Path], object]:
     return write
 
 
-def with_factors(rows: int, **config: object) -> Callable[[Path], object]:
+def with_factors(rows: int, *, value: float = 1.0, **config: object) -> Callable[[Path], object]:
     """Write LoKr as PEFT does, of four layers: two factors of ``rows`` values for a square matrix."""
 
     def write(path: Path) -> None:
         tensors: dict[str, torch.Tensor] = {}
         for number in range(4):
             layer = f"base_model.model.transformer_blocks.{number}.attn.to_q"
-            tensors |= {f"{layer}.lokr_w1": torch.ones(rows, 1), f"{layer}.lokr_w2": torch.ones(1, rows)}
+            tensors |= {f"{layer}.lokr_w1": torch.full((rows, 1), value), f"{layer}.lokr_w2": torch.ones(1, rows)}
         save_file(tensors, path)
         (path.parent / PEFT_CONFIG).write_text(json.dumps(config))
 
     return write
 
 
+BESIDE = r"adapter_config\.json beside the adapter 'ink'"
 BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no tensors": (lambda path: path.write_bytes(b"PK no tensors"), "^the adapter 'ink' is no safetensors file"),
     "not whole": (lambda path: path.write_bytes(path.read_bytes()[:-9]), "^the adapter 'ink' is no safetensors file"),
@@ -249,13 +250,28 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         with_config(alpha_pattern={"(.|.)" * 40 + "!": 1}),
         "patterns that repeat or group something",
     ),
-    "no pattern": (with_config(alpha_pattern={"to_q[": 1}), "a pattern that is no regular expression"),
-    "an endless product": (with_factors(64, r=1, alpha=math.inf), "to_q has a product that is not finite"),
-    "no config": (lambda path: (path.parent / PEFT_CONFIG).write_text("[]"), "is no object"),
-    "no number": (with_config(lora_alpha=[1]), "the config of the adapter 'ink' has a value of another kind"),
-    "an endless alpha": (with_config(lora_alpha=math.inf), "has the scale inf for"),
+    "no pattern": (with_config(alpha_pattern={"to_q[": 1}), "a pattern in alpha_pattern that is no regular expression"),
+    "an endless product": (with_factors(64, value=1e38, r=1, alpha=100), "to_q has a product that is not finite"),
+    "no JSON": (lambda path: (path.parent / PEFT_CONFIG).write_text("{"), f"^{BESIDE} is no JSON: "),
+    "no config": (
+        lambda path: (path.parent / PEFT_CONFIG).write_text("[]"),
+        rf"^{BESIDE} has \[\]; it must be",
+    ),
+    "no number": (with_config(lora_alpha=[1]), rf"^{BESIDE} has lora_alpha \[1\]; it must be a finite number"),
+    "an endless alpha": (with_config(lora_alpha=math.inf), f"^{BESIDE} has lora_alpha inf; it must be a finite number"),
+    "an endless alpha of a layer": (
+        with_config(alpha_pattern={"to_q": math.nan}),
+        f"^{BESIDE} has alpha_pattern of 'to_q' nan; it must be a finite number",
+    ),
+    "no rank": (with_factors(64, r=0, alpha=1), f"^{BESIDE} has r 0; it must be a finite number above 0"),
+    "an endless alpha in the header": (
+        lambda path: save_file(
+            load_file(path), path, metadata={LORA_ADAPTER_METADATA_KEY: '{"transformer.lora_alpha": 1e300}'}
+        ),
+        r"^the header of the adapter 'ink' has transformer\.lora_alpha 1e\+300; it must be a finite number",
+    ),
 }
-IN_CONFIG = ("a pattern", "groups in a pattern", "no pattern", "no config", "no number")
+IN_FILE = ("no tensors", "not whole", "not finite", "gone", "an endless product")
 
 
 @pytest.mark.parametrize("kind", BROKEN)
@@ -268,7 +284,7 @@ def test_broken_files_are_refused(kind: str, served: Callable[[str], Served], tm
     with pytest.raises(AdapterError, match=message) as refusal:
         cache.load(ink)
     assert str(tmp_path) not in str(refusal.value), "clients need not know where files are"
-    assert refusal.value.field == ("config" if kind in IN_CONFIG else "file")
+    assert refusal.value.field == ("file" if kind in IN_FILE or kind.endswith("in the header") else "config")
     assert list(cache) == []
 
 

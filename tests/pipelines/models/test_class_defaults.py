@@ -15,7 +15,8 @@ from torch import nn
 from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, named_like
 from engines.core.spec import ParallelSpec
 from engines.parallel.tensor import split_features
-from pipelines.models.registry import load_spec
+from pipelines.models.registry import FAMILY_FOLDERS, load_spec
+from pipelines.models.spec import ModelSpec
 
 DEGREES = {
     "Flux2Transformer2DModel": (2, 4, 8),
@@ -35,6 +36,13 @@ def published(name: str) -> Any:
 
 def plan_of(name: str) -> ShardPlan:
     return load_spec(name).shard_plan(published(name).config)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_FOLDERS if load_spec(name).hoisted])
+def test_a_family_that_computes_inputs_once_a_job_says_how_much_memory_they_take(name: str) -> None:
+    own = type(load_spec(name))
+    is_counted = (own.hoisted_features, own.hoisted_numbers) != (ModelSpec.hoisted_features, ModelSpec.hoisted_numbers)
+    assert is_counted, f"{own.__name__} overrides neither hoisted_features nor hoisted_numbers"
 
 
 @pytest.mark.parametrize("name", DEGREES)

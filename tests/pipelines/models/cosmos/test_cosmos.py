@@ -218,8 +218,12 @@ def test_a_gang_prepares_with_blank_values(name: str, loaded: Callable[[str], An
     assert blank[0].constants == real[0].constants
     for key in ("hidden_states", "timestep", "noisy_frames"):
         assert blank[0].inputs[key].shape == real[0].inputs[key].shape
-    probe = checkpoint.denoiser().probe()
+    model = checkpoint.denoiser()
+    probe = model.probe()
     assert len(probe) == 2
+    (made,) = attention.hoisted_text(model.modules["transformer"], probe[0].inputs).values()
+    num_text = model.stream_lengths(probe[0].arguments)["text"]
+    assert made.numel() == model.hoisted_features["text"] * num_text, "which the planner counts"
     assert all(prediction.isfinite().all() for prediction in pipeline.engine.predict(probe, (0,)))
 
 

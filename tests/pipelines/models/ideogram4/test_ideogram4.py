@@ -18,7 +18,8 @@ from torch import Tensor
 from engines.core.tensors import relative_difference
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
-from pipelines.models.ideogram4.spec import guidance_schedule
+from pipelines.models.ideogram4.spec import MAX_TOKENS, guidance_schedule
+from pipelines.models.ideogram4.text import TEXT, hoisted
 from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
@@ -118,8 +119,11 @@ def test_a_known_step_calls_both_transformers_with_features_of_the_text_alone(fo
     assert [branch.module for branch in branches] == ["transformer", "unconditional_transformer"]
     num_text = branches[0].arguments["hidden_states"].shape[1] - branches[1].arguments["hidden_states"].shape[1]
     assert [branch.arguments["encoder_hidden_states"].shape[1] for branch in branches] == [num_text, 1]
-    lengths = [checkpoint.denoiser().stream_lengths(branch.arguments)["tokens"] for branch in branches]
+    model = checkpoint.denoiser()
+    lengths = [model.stream_lengths(branch.arguments)["tokens"] for branch in branches]
     assert lengths[0] > lengths[1]
+    text_BTC = hoisted(model.modules["transformer"], branches[0].inputs)[TEXT]
+    assert text_BTC[:, 0].numel() * MAX_TOKENS == model.hoisted_numbers, "which the planner counts"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -127,11 +131,11 @@ def test_the_text_is_projected_once_a_job_for_each_transformer(dtype: torch.dtyp
     """The encoder's features are float32."""
     checkpoint, asked = Checkpoint(folder, "cpu", dtype), request(folder, STEADY)
     model = checkpoint.denoiser()
-    hoisted = Mock(wraps=model.hoisted)
-    engine = TorchEngine(replace(model, hoisted=hoisted))
-    hoisted.reset_mock()
+    made = Mock(wraps=model.hoisted)
+    engine = TorchEngine(replace(model, hoisted=made))
+    made.reset_mock()
     latents = load_pipeline(checkpoint, engine).denoise(asked)
-    assert hoisted.call_count == len(model.modules) == 2
+    assert made.call_count == len(model.modules) == 2
     if dtype is torch.float32:
         assert relative_difference(packed(latents["latents"]), own(folder, STEADY)) <= TOLERANCE
 

@@ -27,6 +27,7 @@ from engines.tensorrt_engine.export.trace import offline_team
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.decoder import on_white
 from pipelines.checkpoint import Checkpoint
+from pipelines.models.qwen_image21.attention import KEYS_VALUES, hoisted
 from pipelines.models.qwen_image21.spec import SHARD_PLAN
 from pipelines.run import Pipeline, load_pipeline
 from pipelines.solver import AS_THE_MODEL, Solver
@@ -168,9 +169,14 @@ def test_words_that_see_what_comes_after_them_paint_something_else(folder: Path)
 
 
 def test_a_step_is_counted_without_what_is_made_once_a_job(folder: Path) -> None:
-    counted = profile(Checkpoint(folder).denoiser())
+    """But its memory is."""
+    model = Checkpoint(folder).denoiser()
+    counted = profile(model)
     assert counted.num_attentions == 2
     assert counted.streams.keys() == {"painted"}
+    branch, module = model.probe()[0], model.modules["transformer"]
+    made = hoisted(module, branch.arguments)[KEYS_VALUES].numel()
+    assert made == counted.hoisted_features["seen"] * model.stream_lengths(branch.arguments)["seen"]
 
 
 def test_a_tensorrt_engine_is_refused(folder: Path) -> None:

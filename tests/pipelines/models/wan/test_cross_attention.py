@@ -47,7 +47,11 @@ def test_the_text_itself_is_read_no_more() -> None:
 
 @pytest.mark.parametrize(
     ("make", "num_tokens"),
-    [(tiny_video.wan_picture, MAX_TOKENS + PICTURE_TOKENS), (tiny_vace.wan_vace, MAX_TOKENS)],
+    [
+        (tiny_video.wan_picture, MAX_TOKENS + PICTURE_TOKENS),
+        (tiny_video.wan_first_and_last, MAX_TOKENS + 2 * PICTURE_TOKENS),
+        (tiny_vace.wan_vace, MAX_TOKENS),
+    ],
 )
 @torch.no_grad()
 def test_the_planner_counts_the_longest_text(make: Any, num_tokens: int, folders: Callable[[Any], Path]) -> None:
@@ -55,6 +59,7 @@ def test_the_planner_counts_the_longest_text(make: Any, num_tokens: int, folders
     model, (branch, *_) = Checkpoint(folder).denoiser(), first_step(folder)
     (x_N2BTC,) = hoisted_text(model.modules[branch.module], branch.arguments).values()
     assert x_N2BTC[..., 0, :].numel() * num_tokens == model.hoisted_numbers
+    assert x_N2BTC.shape[3] == num_tokens or num_tokens == MAX_TOKENS, "texts beside pictures have the full length"
 
 
 def test_an_engine_makes_it_once_for_each_text() -> None:

@@ -342,7 +342,7 @@ def test_blank_keys_have_the_shapes_of_real_ones(folder: Path) -> None:
     }
     assert real[KEYS_VALUES].shape[3:5] == (3, 15)
     per_token = checkpoint.denoiser().hoisted_features
-    assert real[KEYS_VALUES].numel() == per_token * 3 * 15
+    assert real[KEYS_VALUES].numel() == per_token["video"] * 3 * 15
     assert profile(checkpoint.denoiser()).hoisted_features == per_token
 
 
