@@ -21,7 +21,8 @@ and with its blocks compiled, with cuDNN's attention. On several GPUs it uses it
 process can then time nothing else. "diffusers-undivided" is what one GPU takes, for transformers that it does not
 divide. "ours" is the engine as a gang calls it, after what is made once a job is made;
 "ours, fp8 attention" the same with attention in float8, on a Hopper GPU with fa3-fwd (or emulated on a CPU);
-"ours in parts" the same with heads exchanged in parts at any length, as a gang with "auto" tries it as well.
+"ours in parts" the same with heads exchanged in parts at any length, or keys through peer memory, as a gang with "auto"
+tries it as well.
 ``--precision`` is that of ours, SGLang and vLLM-Omni.
 
 ``--blocks 4`` keeps the first 4 blocks of each list of the transformer, where whole steps take too long. Errors and
@@ -235,15 +236,16 @@ def ways_of(
         IN_PARTS: [
             (f"ours, in parts, {each}", partial(own, each, None, exchange=ExchangeRules(parts_from_tokens=1)))
             for each in arguments.strategies
-            if exchanges_heads(each, world)
+            if exchanges_in_parts(each, world)
         ],
     }
 
 
-def exchanges_heads(strategy: str, world: int) -> bool:
+def exchanges_in_parts(strategy: str, world: int) -> bool:
     """Return whether it does, or may: the engine refuses a strategy that these ranks cannot use, at its turn."""
     try:
-        return world == 1 or ParallelSpec.of(strategy, world).ulysses > 1
+        spec = ParallelSpec.of(strategy, world)
+        return world == 1 or spec.ulysses > 1 or spec.allgather_kv > 1
     except ValueError:
         return True
 

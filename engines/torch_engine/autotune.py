@@ -322,6 +322,16 @@ class DividedForward:
     is_even: bool
     """Whether ranks that exchange heads get equal numbers."""
 
+    @property
+    def exchanges_heads(self) -> bool:
+        """Return whether the module's ranks exchange heads, which may go in parts."""
+        return not self.is_fast and self.team.ulysses.size > 1
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Return whether the module's ranks gather keys alone: through peer memory where others go in parts."""
+        return not self.is_fast and self.team.allgather_kv.size == self.team.context.size > 1
+
     def may_meet_peers(self, rules: ExchangeRules) -> bool:
         """Return the choice of ``fast_step`` and ``choose``, assuming that memory is reachable."""
         if self.is_fast:
@@ -344,7 +354,11 @@ def alternative(
     ``reaches``: whether ranks of an axis can write into each other's memory; None: do not choose it.
     """
     if name == "parts_from_tokens":
-        lengths = [each.num_tokens for each in forwards if each.team.ulysses.size > 1 and not each.is_fast]
+        changing = [each for each in forwards if each.exchanges_heads]
+        keys = [each for each in forwards if each.gathers_keys and not goes_in_parts(rules, each.num_tokens)]
+        if keys and rules.peer_memory and reaches is not None and _reach_anywhere(keys, reaches):
+            changing += keys
+        lengths = [each.num_tokens for each in changing]
         if not lengths:
             return None
         # Monotonic in length: parts that slow a long step do not speed up a shorter one, and vice versa.
@@ -353,11 +367,14 @@ def alternative(
     if name == "side_streams":
         changes = any(each.is_fast and each.team.context.size > 1 for each in forwards)
         return replace(rules, side_streams=not rules.side_streams) if changes else None
-    if reaches is None:
+    if reaches is None or not _reach_anywhere([each for each in forwards if each.may_meet_peers(rules)], reaches):
         return None
-    reached = [each.may_meet_peers(rules) and reaches(each.team.context) for each in forwards]
-    is_anywhere = any(from_all_ranks(any(reached)))  # teams of one gang may lie on several hosts
-    return replace(rules, peer_memory=not rules.peer_memory) if is_anywhere else None
+    return replace(rules, peer_memory=not rules.peer_memory)
+
+
+def _reach_anywhere(forwards: Iterable[DividedForward], reaches: Callable[[Axis], bool]) -> bool:
+    """Return whether a team of ``forwards`` does on any rank: teams of one gang may lie on several hosts."""
+    return any(from_all_ranks(any(reaches(each.team.context) for each in forwards)))
 
 
 class GangLock:

@@ -7,11 +7,11 @@ Every attention processor calls ``dispatch_attention_fn`` with its queries, keys
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from diffusers.models.attention_dispatch import dispatch_attention_fn
@@ -93,25 +93,47 @@ def fused_queries_and_keys(attn: Any, x_BLC: Tensor, tables: RotaryTables, dim: 
     return rotated_heads((attn.to_q(x_BLC), attn.to_k(x_BLC)), norms, tables, dim)
 
 
-def attend_keys_first(kernel: EarlyKernel, attn: Any, x_BLC: Tensor, tables: RotaryTables, dim: int) -> Tensor:
-    """Return ``out_BLHD`` of self-attention whose keys and values travel while its queries are made."""
-    (k_BLHD,) = rotated_heads((attn.to_k(x_BLC),), (row_norm(attn.norm_k),), tables, dim)
-    attend = kernel.send(k_BLHD, torch.unflatten(attn.to_v(x_BLC), 2, (-1, dim)), x_BLC)
-    (q_BLHD,) = rotated_heads((attn.to_q(x_BLC),), (row_norm(attn.norm_q),), tables, dim)
-    return attend(q_BLHD)
-
-
-def early_kernel(processor: Any) -> EarlyKernel | None:
-    """Return the kernel that diffusers' dispatcher would call for ``processor``, if keys may be sent before queries."""
-    config = processor._parallel_config
-    is_early = isinstance(config, KernelConfig) and isinstance(config.kernel, EarlyKernel)
-    return config.kernel if is_early else None
-
-
 def rotate_heads(attn: Any, x_BLC: Tensor, tables: RotaryTables) -> PrecomputedAttention:
     """Return what stands for self-attention ``attn`` after that pass."""
     q_BLHD, k_BLHD = fused_queries_and_keys(attn, x_BLC, tables, attn.head_dim)
     return PrecomputedAttention(attn, q=q_BLHD.flatten(2), k=k_BLHD.flatten(2))
+
+
+class SentKeys:
+    """Stands for a processor whose keys and values are on their way: its dispatcher attends to these."""
+
+    _attention_backend = None
+
+    def __init__(self, attend: Callable[[Tensor], Tensor]) -> None:
+        def kernel(q_BLHD: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:  # neither masks nor prefixes
+            return attend(q_BLHD), q_BLHD.new_empty(0)
+
+        self._parallel_config = KernelConfig(cast(Kernel, kernel))
+
+
+def rotate_and_send(processor: Any, attn: Any, x_BLC: Tensor, tables: RotaryTables) -> tuple[Any, PrecomputedAttention]:
+    """Return what stands for ``processor`` and for self-attention ``attn`` after that pass, without a mask.
+
+    The processor gives keys and values to its dispatcher as they are made.
+    """
+    config = processor._parallel_config
+    kernel = config.kernel if isinstance(config, KernelConfig) else None
+    if not isinstance(kernel, EarlyKernel):
+        return processor, rotate_heads(attn, x_BLC, tables)
+    attend, *heads = send_and_rotate(kernel, attn, x_BLC, tables, attn.head_dim)
+    q_BLC, k_BLC, v_BLC = (x_BLHD.flatten(2) for x_BLHD in heads)
+    return SentKeys(attend), PrecomputedAttention(attn, q=q_BLC, k=k_BLC, v=v_BLC)
+
+
+def send_and_rotate(
+    kernel: EarlyKernel, attn: Any, x_BLC: Tensor, tables: RotaryTables, dim: int
+) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor, Tensor]:
+    """Return attention to keys and values of ``x_BLC``, which travel while queries are made, and q, k, v, ``BLHD``."""
+    (k_BLHD,) = rotated_heads((attn.to_k(x_BLC),), (row_norm(attn.norm_k),), tables, dim)
+    v_BLHD = torch.unflatten(attn.to_v(x_BLC), 2, (-1, dim))
+    attend = kernel.send(k_BLHD, v_BLHD, x_BLC)
+    (q_BLHD,) = rotated_heads((attn.to_q(x_BLC),), (row_norm(attn.norm_q),), tables, dim)
+    return attend, q_BLHD, k_BLHD, v_BLHD
 
 
 def replace_processors(module: nn.Module, ours: Mapping[type[Any], type[Any]]) -> None:

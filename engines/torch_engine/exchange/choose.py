@@ -33,7 +33,8 @@ class ExchangeRules:
     side_streams: bool = True
     """Hand-ordered steps over several ranks compute beside their exchanges."""
     parts_from_tokens: int | None = None
-    """Other steps of at least this many tokens exchange heads in parts; None: ``PARTS_FROM_TOKENS``."""
+    """Other steps of at least this many tokens exchange heads in parts, and gather keys through peer memory; None:
+    ``PARTS_FROM_TOKENS``."""
 
     def __post_init__(self) -> None:
         are_bools = isinstance(self.peer_memory, bool) and isinstance(self.side_streams, bool)

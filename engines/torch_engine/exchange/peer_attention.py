@@ -202,7 +202,7 @@ class PeerKeys:
 
     def __init__(self, attend: MaskedAttend, axis: Axis, layout: TokenLayout, device: torch.device) -> None:
         self._attend, self._axis = attend, axis
-        self._valid = layout.valid_rows(0, axis.size)
+        self._valid, self._streams_named = layout.valid_rows(0, axis.size), " ".join(name for name, _ in layout.lengths)
         self._rows = tuple(_rows_of(layout, rank) for rank in range(axis.size))
         self._offsets = tuple(itertools.accumulate(map(_num_rows, self._rows), initial=0))
         self._streams = copy_streams(axis, device, to_self=True)
@@ -211,13 +211,19 @@ class PeerKeys:
 
     def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """Return the result of this rank's queries, contiguous."""
-        self.send(k_BKGD, v_BKGD)
+        self._send(k_BKGD, v_BKGD, "keys of a module")
         return self.attend(q_BLHD, mask_BN)
 
     def send(self, k_BKGD: Tensor, v_BKGD: Tensor) -> None:
-        """See ``KeysFirst.send``."""
+        """See ``KeysFirst.send``. Memory is shared by calls for the same streams, which follow one another.
+
+        A compiler may run attention of other streams, as those of clip and sound, between this and ``attend``.
+        """
+        self._send(k_BKGD, v_BKGD, f"keys sent early of {self._streams_named}")
+
+    def _send(self, k_BKGD: Tensor, v_BKGD: Tensor, use: str) -> None:
         assert self._sent is None, "keys are sent before those sent last were attended to"
-        shared, keys_values = self._memory(k_BKGD)
+        shared, keys_values = self._memory(k_BKGD, use)
         sent = k_BKGD.contiguous(), v_BKGD.contiguous()
         shared.barrier(channel=0)  # all ranks have read the previous call's keys
         for rank, stream in self._streams.items():
@@ -243,11 +249,11 @@ class PeerKeys:
                 copy_heads(part_BMGD[:, first : first + stop - start], source_BKGD[:, start:stop])
                 first += stop - start
 
-    def _memory(self, k_BKGD: Tensor) -> tuple[PeerMemory, tuple[Tensor, ...]]:
+    def _memory(self, k_BKGD: Tensor, use: str) -> tuple[PeerMemory, tuple[Tensor, ...]]:
         """Return the shared memory, and in it each rank's ``keys_values_2BMGD``."""
         batch, _, *head = k_BKGD.shape
         shape = torch.Size((2, batch, self._offsets[-1], *head))
-        shared = PeerMemory.open(shape.numel(), k_BKGD, self._axis, use="keys of a module")
+        shared = PeerMemory.open(shape.numel(), k_BKGD, self._axis, use=use)
         return shared, tuple(view.view(shape) for view in shared.views_W)
 
 

@@ -39,10 +39,13 @@ class LTXFusedProcessor(LTXVideoAttnProcessor):  # type: ignore[misc]
         image_rotary_emb: CosSin | None = None,
     ) -> Tensor:
         """Attend. The names are those of diffusers, which rotates in self-attention alone."""
-        if image_rotary_emb is not None and attention.can_rotate(attn, hidden_states):
-            attn = attention.rotate_heads(attn, hidden_states, neighbours(attn, image_rotary_emb))
-            image_rotary_emb = None
-        out_BLC: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb)
+        processor: Any = self
+        if image_rotary_emb is not None and attention_mask is None and attention.can_rotate(attn, hidden_states):
+            tables, image_rotary_emb = neighbours(attn, image_rotary_emb), None
+            processor, attn = attention.rotate_and_send(self, attn, hidden_states, tables)
+        out_BLC: Tensor = LTXVideoAttnProcessor.__call__(
+            processor, attn, hidden_states, encoder_hidden_states, attention_mask, image_rotary_emb
+        )
         return out_BLC
 
 

@@ -61,8 +61,12 @@ class LTX2FusedProcessor(LTX2AudioVideoAttnProcessor):  # type: ignore[misc]
         key_rotary_emb: CosSin | None = None,
     ) -> Tensor:
         """Attend. The names are those of diffusers."""
-        attn, *tables = _rotated(attn, hidden_states, encoder_hidden_states, query_rotary_emb, key_rotary_emb)
-        out_BLC: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, attention_mask, *tables)
+        processor, attn, *tables = _rotated(
+            self, attn, hidden_states, encoder_hidden_states, query_rotary_emb, key_rotary_emb
+        )
+        out_BLC: Tensor = LTX2AudioVideoAttnProcessor.__call__(
+            processor, attn, hidden_states, encoder_hidden_states, attention_mask, *tables
+        )
         return out_BLC
 
 
@@ -85,10 +89,13 @@ class WholePerturbation(LTX2PerturbedAttnProcessor):  # type: ignore[misc]
         all_perturbed: Any = None,
     ) -> Tensor:
         """Attend. The names are those that ``LTX2Attention`` looks for."""
-        tables: list[Any] = [query_rotary_emb, key_rotary_emb]
+        processor, tables = self, [query_rotary_emb, key_rotary_emb]
         if perturbation_mask is None:
-            attn, *tables = _rotated(attn, hidden_states, encoder_hidden_states, query_rotary_emb, key_rotary_emb)
-        out_BLC: Tensor = super().__call__(
+            processor, attn, *tables = _rotated(
+                self, attn, hidden_states, encoder_hidden_states, query_rotary_emb, key_rotary_emb
+            )
+        out_BLC: Tensor = LTX2PerturbedAttnProcessor.__call__(
+            processor,
             attn,
             hidden_states,
             encoder_hidden_states,
@@ -100,18 +107,23 @@ class WholePerturbation(LTX2PerturbedAttnProcessor):  # type: ignore[misc]
 
 
 def _rotated(
-    attn: Any, x_BLC: Tensor, context_BMC: Tensor | None, q_tables: CosSin | None, k_tables: CosSin | None
-) -> tuple[Any, CosSin | None, CosSin | None]:
-    """Return what to attend by: ``attn`` with its tables, or, after the fused pass, its stand-in without."""
+    processor: Any,
+    attn: Any,
+    x_BLC: Tensor,
+    context_BMC: Tensor | None,
+    q_tables: CosSin | None,
+    k_tables: CosSin | None,
+) -> tuple[Any, Any, CosSin | None, CosSin | None]:
+    """Return what to attend by: ``processor`` and ``attn`` with its tables, or, after the fused pass, stand-ins."""
     if q_tables is None or not attention.can_rotate(attn, x_BLC):
-        return attn, q_tables, k_tables
+        return processor, attn, q_tables, k_tables
     if context_BMC is None or k_tables is None:
         assert (context_BMC is None) == (k_tables is None)
-        return attention.rotate_heads(attn, x_BLC, _tables(attn, q_tables)), None, None
+        return *attention.rotate_and_send(processor, attn, x_BLC, _tables(attn, q_tables)), None, None
     q_norm, k_norm = attention.row_norm(attn.norm_q), attention.row_norm(attn.norm_k)
     (q_BLHD,) = rotated_heads((attn.to_q(x_BLC),), (q_norm,), _tables(attn, q_tables), attn.head_dim)
     (k_BMHD,) = rotated_heads((attn.to_k(context_BMC),), (k_norm,), _tables(attn, k_tables), attn.head_dim)
-    return attention.PrecomputedAttention(attn, q=q_BLHD.flatten(2), k=k_BMHD.flatten(2)), None, None
+    return processor, attention.PrecomputedAttention(attn, q=q_BLHD.flatten(2), k=k_BMHD.flatten(2)), None, None
 
 
 def _tables(attn: Any, tables: CosSin) -> RotaryTables:

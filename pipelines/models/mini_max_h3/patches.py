@@ -106,15 +106,12 @@ class MiniMaxH3FusedProcessor(MiniMaxH3AttnProcessor):  # type: ignore[misc]
         attention_mask: Tensor | None = None,
     ) -> Tensor:
         """Attend. The names are those of diffusers; ``rotary_emb`` has every value twice, (L, rotated features)."""
-        if rotary_emb is not None and attention.can_rotate(attn, hidden_states):
+        processor: Any = self
+        if rotary_emb is not None and attention_mask is None and attention.can_rotate(attn, hidden_states):
             cos_1L1P, sin_1L1P = (table_LR[None, :, None, : table_LR.shape[1] // 2] for table_LR in rotary_emb)
-            tables = RotaryTables(cos_1L1P, sin_1L1P, interleaved=False, rounded=True)
-            kernel = attention.early_kernel(self)
-            if kernel is not None and attention_mask is None:
-                out_BLHD = attention.attend_keys_first(kernel, attn, hidden_states, tables, attn.head_dim)
-                return attn.to_out[1](attn.to_out[0](out_BLHD.flatten(2)))  # type: ignore[no-any-return]
-            attn, rotary_emb = attention.rotate_heads(attn, hidden_states, tables), None
-        out_BLC: Tensor = super().__call__(attn, hidden_states, rotary_emb, attention_mask)
+            tables, rotary_emb = RotaryTables(cos_1L1P, sin_1L1P, interleaved=False, rounded=True), None
+            processor, attn = attention.rotate_and_send(self, attn, hidden_states, tables)
+        out_BLC: Tensor = MiniMaxH3AttnProcessor.__call__(processor, attn, hidden_states, rotary_emb, attention_mask)
         return out_BLC
 
 

@@ -17,7 +17,7 @@ from engines.core.attention import EarlyKernel, Kernel
 from engines.core.model import ModelInputs
 from engines.core.tensors import is_exporting
 from engines.fast.records import RotaryTables
-from pipelines.blocks.attention import attend_keys_first, can_rotate, fused_queries_and_keys
+from pipelines.blocks.attention import can_rotate, fused_queries_and_keys, send_and_rotate
 from pipelines.models.text_keys import KEYS_VALUES, TEXT, replace_text, stacked_keys_values
 
 PICTURES = "encoder_hidden_states_image"
@@ -47,7 +47,8 @@ class WanProcessor:
         assert rotary_emb is not None
         if isinstance(self.kernel, EarlyKernel) and can_rotate(attn, hidden_states):
             tables, dim = tables_of(rotary_emb), rotary_emb[0].shape[-1]
-            return project_out(attn, attend_keys_first(self.kernel, attn, hidden_states, tables, dim))
+            attend, q_BLHD, *_ = send_and_rotate(self.kernel, attn, hidden_states, tables, dim)
+            return project_out(attn, attend(q_BLHD))
         q_BLHD, k_BLHD = rotated_queries_and_keys(attn, hidden_states, rotary_emb)
         out_BLHD, _ = self.kernel(q_BLHD, k_BLHD, in_heads(attn, attn.to_v(hidden_states)))
         return project_out(attn, out_BLHD)

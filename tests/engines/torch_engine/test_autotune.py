@@ -466,7 +466,9 @@ def test_only_rules_that_would_change_the_step_are_timed() -> None:
     assert changes(divided(fast=True, ulysses=1, ring=2)) == [None, None, NO_STREAMS]
     assert changes(divided(fast=True, ulysses=1)) == [None, None, None]
     assert changes(divided(ulysses=1, ring=2)) == [None, None, None]
-    assert changes(divided(ulysses=1, gather=2)) == [None, None, None]
+    assert changes(divided(ulysses=1, gather=2)) == ["in parts from 40 tokens", None, None]
+    assert changes(divided(ulysses=1, gather=2), peer_memory=False) == [None, None, None]
+    assert changes(divided(ulysses=1, gather=2), replace(USUAL, peer_memory=False)) == [None, None, None]
     assert changes(divided(ulysses=1, gather=2, num_tokens=long)) == [None, NO_MEMORY, None]
     assert changes(divided(ulysses=2, gather=2, num_tokens=long))[1] is None
     assert changes(divided(ulysses=1, gather=2, num_tokens=long, fast=True))[1] is None

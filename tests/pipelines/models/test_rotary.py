@@ -231,14 +231,15 @@ def cosmos_itself() -> Case:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize(("make", "queries"), [(wan_itself, "to_q"), (minimax, "to_q"), (cosmos_itself, "add_q_proj")])
+@pytest.mark.parametrize("make", [wan_itself, minimax, ltx, ltx2_itself, ltx2_gated, cosmos_itself])
 def test_keys_that_can_travel_early_are_sent_before_queries_are_made(
-    make: Callable[[], Case], queries: str, monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Case], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case, events, heads = make(), list[str](), Heads()
     attn: Any = shake(case.attention)
-    x_LC = torch.randn(LENGTH, CHANNELS, generator=torch.Generator().manual_seed(1))
-    x = {"gen_seq": x_LC} if "und_seq" in case.inputs else {"hidden_states": x_LC[None]}
+    x_BLC = torch.randn(BATCH, LENGTH, CHANNELS, generator=torch.Generator().manual_seed(1))
+    is_cosmos = make is cosmos_itself
+    x = {"gen_seq": x_BLC[0]} if is_cosmos else {"hidden_states": x_BLC}
     case.replace(attn, heads.attend)
     expected = attn(**x, **case.inputs)
 
@@ -248,7 +249,8 @@ def test_keys_that_can_travel_early_are_sent_before_queries_are_made(
         return lambda q_BLHD: heads.attend(q_BLHD, k_BMHD, v_BMHD)[0]
 
     case.replace(attn, EarlyKernel(attend=heads.attend, send=send))
-    attn.get_submodule(queries).register_forward_hook(lambda *_: events.append("queries"))
+    queries = attn.get_submodule("add_q_proj" if is_cosmos else "to_q")
+    queries.register_forward_hook(lambda *_: events.append("queries"))
     allow(monkeypatch)
     torch.testing.assert_close(attn(**x, **case.inputs), expected)
     assert events == ["keys and values", "queries"]

@@ -91,6 +91,20 @@ def test_masked_keys_count_for_nothing(layout: TokenLayout) -> None:
     torch.testing.assert_close(result, plain_attention(q, *kv, mask_BM=mask_BM)[0])
 
 
+def test_another_attention_may_come_between() -> None:
+    """A compiler sorts those of clip and sound as it likes."""
+    early, other = kernels(EVEN), kernels(EVEN)
+    parts = [[x.chunk(WORLD, dim=1) for x in qkv(EVEN, seed, 2, 2)] for seed in (1, 2)]
+
+    def one(rank: int) -> tuple[Tensor, Tensor]:
+        (q, k, v), others = ([x[rank] for x in several] for several in parts)
+        attend = early[rank].send(k, v, q)
+        return other[rank](*others)[0], attend(q)
+
+    for got, seed in zip(zip(*on_all_ranks(one), strict=True), (2, 1), strict=True):
+        torch.testing.assert_close(torch.cat(got, dim=1), plain_attention(*qkv(EVEN, seed, 2, 2))[0])
+
+
 def test_keys_are_attended_to_before_others_are_sent() -> None:
     def one(rank: int) -> None:
         kernel, x = kernels(EVEN)[rank], torch.zeros(1, 7, 1, DIM)
