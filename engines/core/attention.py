@@ -56,7 +56,7 @@ class EarlyKernel:
     """Attention with everything given at once."""
     send: Callable[[Tensor, Tensor, Tensor], Callable[[Tensor], Tensor]]
     """Starts to send ``k_BMGD`` and ``v_BMGD``. Returns attention to them, ``q_BLHD -> out_BLHD``, without mask and
-    prefix; the caller runs it once, before it sends others. The third tensor, of which queries will be made, keeps
+    prefix; the caller runs it once, before it sends others. The third tensor, from which queries will be made, keeps
     compilers from making them first."""
 
     def __call__(
@@ -73,7 +73,10 @@ class EarlyKernel:
 
 
 def send_keys(kernel: Kernel, k_BMGD: Tensor, v_BMGD: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return ``q_BLHD -> out_BLHD``. An ``EarlyKernel`` starts to send keys and values; queries come of ``source``."""
+    """Return attention to these keys, ``q_BLHD -> out_BLHD``. An ``EarlyKernel`` starts to send them.
+
+    Queries are made from ``source`` after this call.
+    """
     if isinstance(kernel, EarlyKernel):
         return kernel.send(k_BMGD, v_BMGD, source)
     return lambda q_BLHD: kernel(q_BLHD, k_BMGD, v_BMGD)[0]

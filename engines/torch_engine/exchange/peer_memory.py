@@ -60,6 +60,7 @@ class PeerMemory:
     def _new(cls, numel: int, sample: Tensor, axis: Axis) -> PeerMemory:
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")  # unused here, and harmful on some hosts
         symmetric = symmetric_memory()
+        count_exchange()  # other ranks wait in the rendezvous for one that fails before it
         whole = symmetric.empty(_whole_segments(numel, sample), dtype=sample.dtype, device=sample.device)
         # Both calls leave work on the default stream (signals zeroed, pointers uploaded), not on the current one.
         torch.cuda.synchronize(sample.device)

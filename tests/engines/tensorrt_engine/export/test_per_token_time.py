@@ -47,8 +47,11 @@ def test_every_rank_predicts_what_one_device_does(strategy: str) -> None:
 
 
 @pytest.mark.slow
-def test_one_engine_for_two_sizes() -> None:
-    buckets = (inputs(1, 3, 8, 16), inputs(1, 5, 4, 8))
+@pytest.mark.parametrize("has_picture", [True, False])
+def test_one_engine_for_two_sizes(has_picture: bool) -> None:
+    """Without a picture, all tokens have one timestep."""
+    one = {} if has_picture else {"timestep": torch.full((1, 1), 700.0)}
+    buckets = (inputs(1, 3, 8, 16) | one, inputs(1, 5, 4, 8) | one)
     case = export_case(model(), buckets[0], ParallelSpec.of("ulysses", 2), dynamic=varying_dims(buckets))
     for asked in buckets:
         for prediction in case.predictions(asked):

@@ -15,6 +15,7 @@ from engines.core.layout import TokenLayout
 from engines.parallel.local_attention import plain_attention
 from engines.parallel.mesh import Team
 from engines.torch_engine.exchange.choose import ExchangeRules, kernel_by_length
+from engines.torch_engine.exchange.heads import MaskedAttend
 from tests.engines.torch_engine.support.teams import team_of
 from tests.engines.torch_engine.support.thread_memory import CPU
 
@@ -48,6 +49,20 @@ LONG = ExchangeRules(parts_from_tokens=28)
 def test_long_steps_of_one_strategy_share_memory() -> None:
     assert chosen(team_of(ulysses=4), LONG) == "peer_ulysses"
     assert chosen(team_of(allgather_kv=4), LONG) == "peer_allgather_kv"
+
+
+def test_padding_is_left_out_with_a_mask_and_without() -> None:
+    """Six tokens on four ranks: two each, and none on the last."""
+    layout, attends = TokenLayout(lengths=(("clip", 6),), num_chunks=4), list[MaskedAttend]()
+    with patch(f"{WHERE}.peer_ulysses", lambda attend, *_: attends.append(attend)):
+        kernel_by_length(replace(LONG, parts_from_tokens=6), CPU, torch.float32)(
+            plain_attention, team_of(ulysses=4), layout
+        )
+    (attend,) = attends
+    q, k, v = torch.randn(3, 1, 8, 2, 4).unbind()
+    for mask_BM in (None, torch.arange(8)[None] % 3 > 0):
+        expected = plain_attention(q, k[:, :6], v[:, :6], mask_BM=None if mask_BM is None else mask_BM[:, :6])[0]
+        torch.testing.assert_close(attend(q, k, v, mask_BM), expected)
 
 
 def test_only_gathered_keys_can_travel_before_queries_are_made() -> None:

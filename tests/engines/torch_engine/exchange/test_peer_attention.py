@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from engines.core.attention import Kernel
+from engines.core.layout import Rows
 from engines.fast import graph
 from engines.fast.graph import GraphPool
 from engines.parallel.collectives import Axis
@@ -39,8 +40,9 @@ def qkv(seed: int, heads_each: int = 6, keys_each: int = 0, num_keys: int = LENG
     return tuple(torch.randn(BATCH, WORLD * rows, WORLD * heads, DIM, generator=generator) for rows, heads in shapes)
 
 
-def kernels() -> list[Kernel]:
-    return [peer_ulysses(masked_attention_of(plain_attention), axis_of(rank), CPU) for rank in range(WORLD)]
+def kernels(key_rows: Rows | None = None) -> list[Kernel]:
+    attend = masked_attention_of(plain_attention, key_rows)
+    return [peer_ulysses(attend, axis_of(rank), CPU) for rank in range(WORLD)]
 
 
 def together(several: list[Kernel], seed: int, *sizes: int) -> Tensor:
@@ -49,8 +51,10 @@ def together(several: list[Kernel], seed: int, *sizes: int) -> Tensor:
     return torch.cat(on_all_ranks(lambda rank: several[rank](*(chunks[rank] for chunks in cut))[0]), dim=1)
 
 
-def test_masked_keys_count_for_nothing() -> None:
-    several, whole = kernels(), qkv(1, 4, 2, 3)
+@pytest.mark.parametrize(("key_rows", "padding"), [(None, ()), (((0, 5), (6, 11)), (5, 11))], ids=["even", "uneven"])
+def test_masked_keys_count_for_nothing(key_rows: Rows | None, padding: tuple[int, ...]) -> None:
+    """Nor do rows of padding, whatever the mask says of them."""
+    several, whole = kernels(key_rows), qkv(1, 4, 2, 3)
     mask_BM = torch.arange(BATCH * WORLD * 3).view(BATCH, -1) % 3 > 0
     cut, masks = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in whole], mask_BM.chunk(WORLD, dim=1)
 
@@ -59,7 +63,10 @@ def test_masked_keys_count_for_nothing() -> None:
 
     with patch("engines.torch_engine.exchange.peer_heads.join_masks", lambda *_: mask_BM):
         result = torch.cat(on_all_ranks(one), dim=1)
-    torch.testing.assert_close(result, plain_attention(*whole, mask_BM=mask_BM)[0])
+    attended_BM = (
+        mask_BM if key_rows is None else mask_BM & torch.tensor([number not in (5, 11) for number in range(12)])
+    )
+    torch.testing.assert_close(result, plain_attention(*whole, mask_BM=attended_BM)[0])
 
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (6,), (8, 2), (8, 1), (4, 4, 7), (8, 4, 3)], ids=str)

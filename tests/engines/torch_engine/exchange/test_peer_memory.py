@@ -17,6 +17,8 @@ from engines.torch_engine.exchange.peer_memory import PeerMemory, addresses_of
 from tests.engines.support.rank_resources import separate_rank_resources
 
 PAIR, OTHER_PAIR = (Axis(ranks=ranks, index=0) for ranks in ((0, 1), (2, 3)))
+SHARED = PeerMemory._new
+"""Not replaced by ``fresh``."""
 SAMPLE = torch.zeros(())
 
 
@@ -65,5 +67,17 @@ def test_what_fails_after_a_barrier_is_no_matter_of_one_job() -> None:
 
     with pytest.raises(JobFailedError, match="too wide"):
         forward(0)
-    with pytest.raises(RuntimeError, match="too wide"):
+    with pytest.raises(RuntimeError, match=r"^too wide$"):
         forward(1)
+
+
+def test_a_rank_without_memory_to_share_is_no_matter_of_one_job() -> None:
+    """The others wait in the rendezvous for this one."""
+    no_memory = Mock(empty=Mock(side_effect=RuntimeError("CUDA driver error: out of memory")))
+    with (
+        patch("engines.torch_engine.exchange.peer_memory.symmetric_memory", lambda: no_memory),
+        patch.object(PeerMemory, "_new", SHARED),
+        pytest.raises(RuntimeError, match=r"^CUDA driver error"),
+        forward_fails_alone(),
+    ):
+        PeerMemory.open(8, SAMPLE, PAIR, use="queries")
