@@ -57,7 +57,9 @@ class Cost:
     exchange_ms: float
     """Exchanges between ranks, less what other work hides."""
     memory_bytes: int
-    """Device memory that the step needs at once."""
+    """Device memory of steps of jobs that take turns."""
+    needed_bytes: int
+    """The part of it that a step of one job needs: what others compute once is computed again where it has no room."""
     weight_bytes: int
     """The part of ``memory_bytes`` that stays between steps."""
     offload_ms: float = 0.0
@@ -115,6 +117,7 @@ def predict(
         elementwise_ms=1e3 * turns * step.elementwise_s(),
         exchange_ms=1e3 * (turns * step.exchange_s() + handing_on_s + ends_s),
         memory_bytes=step.memory_bytes(),
+        needed_bytes=step.memory_bytes(is_alone=True),
         weight_bytes=int(step.weight_bytes()),
         offload_ms=1e3 * forwards * max(0.0, step.streaming_s() - forward_s),
         host_bytes=int(step.host_bytes()),
@@ -126,9 +129,9 @@ def choose(costs: list[Cost], memory_bytes: int) -> Cost:
 
     Weights are divided only if whole ones do not fit: ranks with whole weights can form teams of any size.
     """
-    fitting = [cost for cost in costs if cost.memory_bytes <= USABLE * memory_bytes]
+    fitting = [cost for cost in costs if cost.needed_bytes <= USABLE * memory_bytes]
     if not fitting:
-        least = min(cost.memory_bytes for cost in costs)
+        least = min(cost.needed_bytes for cost in costs)
         raise ValueError(
             f"no way to divide the step fits {memory_bytes / 2**30:.1f} GiB: the smallest needs {least / 2**30:.1f} "
             f"GiB per rank, and {USABLE:.0%} may be used; use more ranks, a smaller size or a smaller model"

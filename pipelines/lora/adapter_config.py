@@ -19,7 +19,8 @@ from pipelines.lora.translation import PEFT_PREFIX, shown
 CHANGES_BASE = ("pissa", "corda", "olora", "loftq", "lora_ga")
 """PEFT's initialisations, by their beginnings, that take the adapter's first product from the model's weights."""
 
-
+KINDS = ("LORA", "LOHA", "LOKR")
+"""PEFT's kinds of adapters that can be added to weights. Others have other keys and numbers."""
 NUMBERS, PATTERNS = ("alpha", "lora_alpha", "r"), ("alpha_pattern", "rank_pattern")
 """Keys of PEFT with a number, and with numbers by patterns of names."""
 RANKS = ("r", "rank_pattern")
@@ -75,17 +76,15 @@ def for_all_layers(config: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
 
 
 def _parsed(read: Callable[[], str], place: str, field: str) -> Mapping[str, Any]:
-    """Return a configuration whose values are those of PEFT. AdapterError, with key and ``place``, for others.
-
-    Keys in a header begin with a part's name.
-    """
+    """Return a configuration whose values are those of PEFT. AdapterError, with key and ``place``, for others."""
     try:
         config = json.loads(read())
     except (ValueError, OSError, RecursionError) as error:
         raise AdapterError(f"{place} is no JSON: {error}", field) from error
     try:
-        for key, value in _object(config, "").items():
-            name = key.rpartition(".")[2]
+        _check_kind(_object(config, ""))
+        for key, value in config.items():
+            name = _last(key)
             if name in PATTERNS:
                 for pattern, number in _object(value or {}, f"{key} ").items():
                     _check_pattern(pattern, key)
@@ -97,6 +96,19 @@ def _parsed(read: Callable[[], str], place: str, field: str) -> Mapping[str, Any
     return _object(config, "")
 
 
+def _check_kind(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a kind of adapter that is not read here, whose numbers have other meanings."""
+    kinds = {key: value for key, value in config.items() if _last(key) == "peft_type" and value}
+    for key, kind in kinds.items():
+        if str(kind).upper() not in KINDS:
+            raise ValueError(f"{key} {kind!r:.80}; only {', '.join(KINDS)} can be added to weights here")
+
+
+def _last(key: str) -> str:
+    """Return a key without the name of a part, with which keys in a header begin."""
+    return key.rpartition(".")[2]
+
+
 def _object(value: Any, name: str) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{name}{value!r:.80}; it must be an object")
@@ -104,8 +116,9 @@ def _object(value: Any, name: str) -> Mapping[str, Any]:
 
 
 def _check_pattern(pattern: str, key: str) -> None:
+    """Raise ValueError for a pattern that cannot be matched as PEFT does, inside of another."""
     try:
-        re.compile(pattern)
+        _end_of_name(pattern)
     except re.error as error:
         raise ValueError(f"a pattern in {key} that is no regular expression ({pattern}): {error}") from error
 

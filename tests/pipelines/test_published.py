@@ -111,7 +111,10 @@ def test_newer_models_have_as_many_parameters_as_they_should(name: str) -> None:
     assert sum(weight.nbytes for weight in weights) == 2 * NEWER[name], "in bfloat16"
 
 
-@pytest.mark.parametrize("name", [one for one in published_models() if one != "stable-diffusion-xl-base-1.0"])
+OF_TRANSFORMERS = [one for one in published_models() if one != "stable-diffusion-xl-base-1.0"]
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_an_auto_encoder_of_other_latents_is_refused_when_the_model_is_opened(name: str, tmp_path: Path) -> None:
     """A U-Net's is found by its inputs."""
     folder = shutil.copytree(resolve_configuration(name), tmp_path / "model")
@@ -122,6 +125,18 @@ def test_an_auto_encoder_of_other_latents_is_refused_when_the_model_is_opened(na
     message = f"makes {vae[key] + 1} channels of latents, and the transformer takes {vae[key]}: take the model's own"
     with pytest.raises(ValueError, match=message):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("name", OF_TRANSFORMERS)
+def test_a_configuration_may_lack_what_its_class_has_by_default(name: str, tmp_path: Path) -> None:
+    """Files written by hand, or by other versions of diffusers, lack keys."""
+    folder = shutil.copytree(resolve_configuration(name), tmp_path / "model")
+    file = folder / "transformer" / "config.json"
+    config = json.loads(file.read_text())
+    usual = inspect.signature(getattr(diffusers, config["_class_name"]).__init__).parameters
+    changed = {key: x for key, x in config.items() if key not in usual or usual[key].default != x}
+    file.write_text(json.dumps(changed))
+    Checkpoint(folder)
 
 
 STEPS, GUIDANCE = "num_inference_steps", "guidance_scale"

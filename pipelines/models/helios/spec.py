@@ -65,7 +65,7 @@ def is_pyramid(path: Path) -> bool:
 
 class HeliosSpec(ModelSpec):
     family = "helios"
-    latent_channels = ("out_channels", "in_channels")
+    latent_channels = ("out_channels",)
     local_attention = ("blocks.*.attn2",)
     counts_heads = True
     fits_pictures = True

@@ -145,7 +145,7 @@ keeps the old noise.
 
 class WanSpec(ModelSpec):
     family = "wan"
-    latent_channels = ("out_channels", "in_channels")
+    latent_channels = ("out_channels",)
     schedulers = ("euler", "unipc", "dpm++")
     schedules = (SIGMAS, TIMESTEPS)
     fits_pictures = True

@@ -21,6 +21,7 @@ from engines.core.layout import TokenLayout
 from engines.core.model import Addition, LowRank
 from engines.core.spec import ParallelSpec
 from engines.planner import auto
+from engines.planner.cost_model import USABLE, Workload
 from engines.planner.forecast import forecast
 from engines.planner.machine import H200
 from engines.planner.profile import profile
@@ -177,6 +178,20 @@ def test_keys_of_two_jobs_prompts_are_kept_and_those_of_one_read_by_a_graph(
     step = StepCost(counted, layout, spec, H200, "native", offloaded_blocks)
     keyed = replace(step, profile=replace(counted, hoisted_numbers=2**20))
     assert keyed.memory_bytes() - step.memory_bytes() == copies * 2**20 * counted.element_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_second_job_computes_once_rules_no_division_out(num_ranks: int) -> None:
+    """It is computed again at each step where it has no room. What one job needs must fit."""
+    counted = replace(profile(models.model("flux")), hoisted_numbers=2**26)
+    work = Workload(lengths=(("text", 128), ("image", 256)), num_branches=2)
+    roomy = forecast(counted, work, num_ranks, H200).chosen
+    needed = roomy.memory_bytes - 2 * 2**26 * counted.element_bytes
+    tight, tighter = (replace(H200, memory_bytes=int(size / USABLE)) for size in (needed + 2, needed - 2**23))
+    assert forecast(counted, work, num_ranks, tight).chosen == roomy
+    same = None if num_ranks == 1 else roomy.spec
+    with pytest.raises(ValueError, match="no way to divide the step fits"):
+        forecast(counted, work, num_ranks, tighter, same_weights=same)
 
 
 def test_quantised_weights_need_no_room_for_those_that_are_read() -> None:

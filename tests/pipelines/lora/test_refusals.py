@@ -214,6 +214,8 @@ def test_adapters_for_changed_weights_are_refused(
         ({"alpha_pattern": {"proj_out": float("nan")}}, r"alpha_pattern of 'proj_out' nan; it must be a finite number"),
         ({"alpha_pattern": [1]}, r"alpha_pattern \[1\]; it must be an object"),
         ({"alpha_pattern": {"(": 1}}, r"a pattern in alpha_pattern that is no regular expression \(\(\)"),
+        ({"alpha_pattern": {"(?i)proj": 1}}, r"a pattern in alpha_pattern that is no regular .* \(\(\?i\)proj\)"),
+        ({"alpha": None, "peft_type": "OFT", "r": 0}, r"peft_type 'OFT'; only LORA, LOHA, LOKR can be added"),
     ],
 )
 def test_a_damaged_configuration_is_named_with_its_file(
