@@ -18,7 +18,7 @@ from engines.core.model import ModelInputs
 from engines.core.tensors import is_exporting
 from engines.fast.records import RotaryTables
 from pipelines.blocks.attention import attend_keys_first, can_rotate, fused_queries_and_keys
-from pipelines.models.text_keys import KEYS_VALUES, TEXT, replace_text, stacked_keys_values
+from pipelines.models.text_keys import KEYS_VALUES, TEXT, keys_and_values, replace_text, stacked_keys_values
 
 PICTURES = "encoder_hidden_states_image"
 TEXT_TOKENS = 512
@@ -93,10 +93,6 @@ def queries(attn: WanAttention, x_BLC: Tensor) -> Tensor:
     """Return queries, normalised over all heads together before the split into heads, as keys are."""
     q_BLC: Tensor = attn.norm_q(attn.to_q(x_BLC))
     return q_BLC
-
-
-def keys_and_values(attn: WanAttention, x_BMC: Tensor) -> tuple[Tensor, Tensor]:
-    return attn.norm_k(attn.to_k(x_BMC)), attn.to_v(x_BMC)
 
 
 def cross_keys_and_values(attn: WanAttention, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
