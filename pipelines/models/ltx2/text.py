@@ -54,7 +54,8 @@ class TextProcessor(LTX2AudioVideoAttnProcessor):  # type: ignore[misc]
 def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
     """Return the text's keys and values, for clip and sound.
 
-    There are none if timesteps change the text (LTX-2.3). The module must be whole. Keys are normalised. They take 1.2 GB for the 1024 tokens of LTX-2 in bfloat16.
+    There are none if timesteps change the text (LTX-2.3). The module must be whole. Keys are normalised. All take
+    1.2 GB for the 1024 tokens of LTX-2 in bfloat16.
     """
     if module.prompt_modulation:
         return {}
