@@ -8,14 +8,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipelines.blocks.attention import PrecomputedAttention
+
 TEXT, KEYS_VALUES = "encoder_hidden_states", "text_keys_values"
 """The text's name in modules and blocks, and that of an input beside a module's own: keys and values by block."""
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def keys_and_values(attn: Any, text_BTC: Tensor) -> tuple[Tensor, Tensor]:
+    return attn.norm_k(attn.to_k(text_BTC)), attn.to_v(text_BTC)
+
+
 def stacked_keys_values(
-    attentions: Sequence[nn.Module], text_BTC: Tensor, make: Callable[[Any, Tensor], tuple[Tensor, Tensor]]
+    attentions: Sequence[nn.Module],
+    text_BTC: Tensor,
+    make: Callable[[Any, Tensor], tuple[Tensor, Tensor]] = keys_and_values,
 ) -> Tensor:
     """Return ``keys_values_N2BTC`` of N attentions that have as many channels as the first. ``make`` returns one's."""
     keys_values_N2BTC: Tensor | None = None
@@ -29,24 +37,34 @@ def stacked_keys_values(
     return keys_values_N2BTC
 
 
+def with_keys(attn: Any, text: Tensor) -> tuple[Any, Tensor]:
+    """Return ``attn`` and its text; of stacked keys and values a stand-in that returns these, and the values."""
+    if text.ndim != 4:
+        return attn, text
+    k_BTC, v_BTC = text.unbind(0)
+    return PrecomputedAttention(attn, k=k_BTC, v=v_BTC), v_BTC
+
+
 @contextmanager
-def replace_text(blocks: Sequence[nn.Module], keys_values: Tensor | None, *, place: int = 1) -> Iterator[None]:
+def replace_text(
+    blocks: Sequence[nn.Module], keys_values: Tensor | None, *, place: int = 1, name: str = TEXT
+) -> Iterator[None]:
     """Give each block its keys and values in place of the text, inside this context. None keeps the text.
 
-    The text is the block's argument at ``place``, or the one named ``TEXT``. Hooks that cut tokens run afterwards.
+    The text is the block's argument at ``place``, or the one with ``name``. Hooks that cut tokens run afterwards.
     """
     with ExitStack() as stack:
         if keys_values is not None:
             for block, x in zip(blocks, keys_values, strict=True):
-                hook = block.register_forward_pre_hook(_text_hook(x, place), prepend=True, with_kwargs=True)
+                hook = block.register_forward_pre_hook(_text_hook(x, place, name), prepend=True, with_kwargs=True)
                 stack.callback(hook.remove)
         yield
 
 
-def _text_hook(x: Tensor, place: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Call]:
+def _text_hook(x: Tensor, place: int, name: str) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Call]:
     def hook(_block: nn.Module, args: tuple[Any, ...], keywords: dict[str, Any]) -> Call:
-        if TEXT in keywords:
-            return args, {**keywords, TEXT: x}
+        if name in keywords:
+            return args, {**keywords, name: x}
         return (*args[:place], x, *args[place + 1 :]), keywords
 
     return hook

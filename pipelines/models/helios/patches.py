@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +17,12 @@ from diffusers.modular_pipelines.helios.before_denoise import (
 from diffusers.modular_pipelines.modular_pipeline import PipelineState
 from torch import Tensor, nn
 
+from engines.core.model import ModelInputs
 from engines.fast.records import RotaryTables
 from pipelines.blocks import attention
 from pipelines.blocks.tree import replace_blocks
+from pipelines.models.spec import first_output
+from pipelines.models.text_keys import KEYS_VALUES, TEXT, replace_text, stacked_keys_values, with_keys
 
 NOISY_LATENTS = ("image_latents", "fake_image_latents")
 NOISY_CLIP = ("image_latents", "video_latents")
@@ -86,7 +89,10 @@ def patch_blocks(blocks: Any) -> None:
 
 
 class HeliosFusedProcessor(HeliosAttnProcessor):  # type: ignore[misc]
-    """Normalises and rotates queries and keys in one pass over them, where that is possible."""
+    """Normalises and rotates queries and keys in one pass over them, where that is possible.
+
+    The text's keys and values are made once a job.
+    """
 
     def __call__(
         self,
@@ -97,7 +103,12 @@ class HeliosFusedProcessor(HeliosAttnProcessor):  # type: ignore[misc]
         rotary_emb: Tensor | None = None,
         original_context_length: int | None = None,
     ) -> Tensor:
-        """Attend. The names are those of diffusers; ``rotary_emb`` is cosines beside sines, each value twice."""
+        """Attend. The names are those of diffusers; ``rotary_emb`` is cosines beside sines, each value twice.
+
+        ``encoder_hidden_states`` may be stacked keys and values of the text.
+        """
+        if encoder_hidden_states is not None:
+            attn, encoder_hidden_states = with_keys(attn, encoder_hidden_states)
         if rotary_emb is not None and attention.can_rotate(attn, hidden_states):
             cos_BL1P, sin_BL1P = (table_BLD[:, :, None, ::2] for table_BLD in rotary_emb.chunk(2, dim=-1))
             tables = RotaryTables(cos_BL1P, sin_BL1P, interleaved=True)
@@ -110,3 +121,19 @@ class HeliosFusedProcessor(HeliosAttnProcessor):  # type: ignore[misc]
 
 def replace_processors(module: nn.Module) -> None:
     attention.replace_processors(module, {HeliosAttnProcessor: HeliosFusedProcessor})
+
+
+def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
+    """Return the keys and values of the text. The module must be whole.
+
+    Keys are normalised. 512 tokens take 420 MB in bfloat16.
+    """
+    text_BTC: Tensor = module.condition_embedder.text_embedder(inputs[TEXT])
+    return {KEYS_VALUES: stacked_keys_values([block.attn2 for block in module.blocks], text_BTC)}
+
+
+def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
+    """Return ``velocity_BCFHW``."""
+    own = {name: x for name, x in call.items() if name != KEYS_VALUES}
+    with replace_text(module.blocks, call.get(KEYS_VALUES)):
+        return first_output(module, own)

@@ -72,6 +72,10 @@ class HeliosSpec(ModelSpec):
     eager_only = "computes a part of itself under an autocast of its own"
     patch_blocks = lazy("pipelines.models.helios.patches:patch_blocks")
     replace_processors = lazy("pipelines.models.helios.patches:replace_processors")
+    forward = lazy("pipelines.models.helios.patches:forward")
+    hoisted = lazy("pipelines.models.helios.patches:hoisted_text")
+    """The text's keys and values."""
+    hoisted_inputs = ("encoder_hidden_states",)
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return the plan. Linears stay whole if each head scales the history's keys by its own factor."""
@@ -95,6 +99,10 @@ class HeliosSpec(ModelSpec):
             linears=() if scales_heads else LINEARS,
             carried=("hidden_states",),
         )
+
+    def hoisted_numbers(self, config: Config) -> int:
+        heads, dim = self.heads(config)
+        return 2 * int(config["num_layers"]) * heads * dim * MAX_TOKENS
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         """Return the patches of history and chunk; a remainder at an edge is a patch too."""

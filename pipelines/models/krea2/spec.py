@@ -1,4 +1,4 @@
-"""Krea 2 and its distilled form: one stream of text and picture. The layers that fuse the text are whole on every rank.
+"""Krea 2 and its distilled form: one stream of text and picture. Every rank fuses the whole text, once a job.
 
 Its guider counts from the conditional prediction (``cond + scale * (cond - uncond)``), and so do its scales here.
 """
@@ -14,7 +14,7 @@ from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_index
 from pipelines.latent_sizes import clip_vae_scale
-from pipelines.models.spec import PICTURE, Config, ModelSpec, distilled
+from pipelines.models.spec import PICTURE, Config, ModelSpec, distilled, lazy
 from pipelines.solver import SIGMAS
 
 if TYPE_CHECKING:
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 TOKENS = "tokens"
 BLOCKS = "transformer_blocks"
+MASK = "encoder_attention_mask"
 PATCH = 2
 MAX_TOKENS = 512
 """Each prompt is padded to this length; a mask marks its own tokens."""
@@ -42,6 +43,12 @@ class Krea2Spec(ModelSpec):
     schedules = (SIGMAS,)
     local_attention = ("text_fusion.layerwise_blocks.*.attn", "text_fusion.refiner_blocks.*.attn")
     eager_only = "masks keys (text of several lengths)"
+    replace_processors = lazy("pipelines.models.krea2.text:replace_processors")
+    forward = lazy("pipelines.models.krea2.text:forward")
+    hoisted = lazy("pipelines.models.krea2.text:hoisted_text")
+    """The text after the layers that fuse it."""
+    hoisted_inputs = ("encoder_hidden_states", MASK)
+    hoists_by_blocks = True
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return the plan. Tokens are joined after the last block, where the text is cut off."""
@@ -57,6 +64,9 @@ class Krea2Spec(ModelSpec):
             gathers=(TokenGather(module=f"{BLOCKS}.{config['num_layers'] - 1}", dim=1, stream=TOKENS),),
             linears=(),
         )
+
+    def hoisted_numbers(self, config: Config) -> int:
+        return MAX_TOKENS * int(config["text_hidden_dim"])
 
     def stream_lengths(self, config: Config, arguments: Arguments) -> dict[str, int]:
         return {TOKENS: arguments["encoder_hidden_states"].shape[1] + arguments["hidden_states"].shape[1]}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from diffusers.models.normalization import AdaLayerNormSingle
 from diffusers.models.transformers.transformer_ltx import LTXVideoAttnProcessor
 from diffusers.modular_pipelines.ltx.denoise import LTXImage2VideoLoopBeforeDenoiser
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from engines.fast.records import RotaryTables
 from pipelines.blocks import attention
 from pipelines.blocks.tree import replace_blocks
 from pipelines.models.device_timestep import TimestepOnDevice
+from pipelines.models.two_timesteps import TwoTimesteps, replace_class
 
 
 class LTXPictureLoopBeforeDenoiser(TimestepOnDevice, LTXImage2VideoLoopBeforeDenoiser):  # type: ignore[misc]
@@ -54,5 +56,10 @@ def neighbours(attn: Any, tables: CosSin) -> RotaryTables:
     return RotaryTables(cos_BLHP, sin_BLHP, interleaved=True)
 
 
+class LTXTwoTimesteps(TwoTimesteps, AdaLayerNormSingle):  # type: ignore[misc]
+    """Modulation of a clip that begins with a picture."""
+
+
 def replace_processors(module: nn.Module) -> None:
+    replace_class(module, "time_embed", LTXTwoTimesteps)
     attention.replace_processors(module, {LTXVideoAttnProcessor: LTXFusedProcessor})

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from diffusers.models.transformers.transformer_ltx2 import (
+    LTX2AdaLayerNormSingle,
     LTX2AudioVideoAttnProcessor,
     LTX2PerturbedAttnProcessor,
 )
@@ -22,6 +23,7 @@ from pipelines.blocks.tree import replace_blocks
 from pipelines.models.device_timestep import TimestepOnDevice
 from pipelines.models.ltx.patches import CosSin, neighbours
 from pipelines.models.ltx2.text import LTX2OpenTextStep, read_keys
+from pipelines.models.two_timesteps import TwoTimesteps, replace_class
 
 
 class LTX2PictureLoopBeforeDenoiser(TimestepOnDevice, LTX2Image2VideoLoopBeforeDenoiser):  # type: ignore[misc]
@@ -134,7 +136,12 @@ def _tables(attn: Any, tables: CosSin) -> RotaryTables:
     return RotaryTables(cos_BLHP, sin_BLHP, interleaved=False)
 
 
+class LTX2TwoTimesteps(TwoTimesteps, LTX2AdaLayerNormSingle):  # type: ignore[misc]
+    """Modulation of a clip with given frames."""
+
+
 def replace_processors(module: nn.Module) -> None:
+    replace_class(module, "time_embed", LTX2TwoTimesteps)
     read_keys(module)
     ours = {LTX2AudioVideoAttnProcessor: LTX2FusedProcessor, LTX2PerturbedAttnProcessor: WholePerturbation}
     attention.replace_processors(module, ours)

@@ -7,6 +7,7 @@ which are split; all ranks compute the same from them.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -111,8 +112,8 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     extend_blocks = lazy("pipelines.models.ltx2.patches:decode_by_vae")
     replace_processors = lazy("pipelines.models.ltx2.patches:replace_processors")
     hoisted = lazy("pipelines.models.ltx2.text:hoisted_text")
-    """Keys and values of the text for the clip's attention."""
-    hoisted_inputs = ("encoder_hidden_states",)
+    """Keys and values of the text, for clip and sound."""
+    hoisted_inputs = ("encoder_hidden_states", "audio_encoder_hidden_states")
     latent_upsampler = lazy("pipelines.models.ltx2.upsampler:LatentUpsampler")
     latent_upsampler_bytes = lazy("pipelines.models.ltx2.upsampler:weight_bytes")
     local_attention = TO_WHOLE
@@ -144,9 +145,10 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
         )
 
     def hoisted_numbers(self, config: Config) -> int:
-        heads, dim = self.heads(config)
         changes = config.get("cross_attn_mod") or config.get("audio_cross_attn_mod")  # with the timestep
-        return 0 if changes else 2 * int(config["num_layers"]) * heads * dim * MAX_TOKENS
+        sound = config["audio_num_attention_heads"] * config["audio_attention_head_dim"]
+        features = math.prod(self.heads(config)) + sound
+        return 0 if changes else 2 * int(config["num_layers"]) * features * MAX_TOKENS
 
     def unused_parts(self, path: Path) -> tuple[str, ...]:
         return tuple(part for part in UNUSED if part_class(path, part) is not None)

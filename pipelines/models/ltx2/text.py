@@ -1,4 +1,4 @@
-"""The clip's attention to the text in LTX-2: keys and values are made once a job, and an open mask is left out."""
+"""Attention to the text in LTX-2: keys and values are made once a job, and an open mask is left out."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ from diffusers.modular_pipelines.ltx2.before_denoise import LTX2TextInputStep
 from torch import Tensor, nn
 
 from engines.core.model import ModelInputs
-from pipelines.blocks.attention import PrecomputedAttention
-from pipelines.models.text_keys import KEYS_VALUES, TEXT, replace_text, stacked_keys_values
+from pipelines.models.text_keys import KEYS_VALUES, TEXT, replace_text, stacked_keys_values, with_keys
 
+SOUND_TEXT, SOUND_KEYS_VALUES = "audio_encoder_hidden_states", "sound_text_keys_values"
+"""Names of the text for the sound, in the module and its blocks, and of its keys and values."""
 MASKS = ("connector_attention_mask", "negative_connector_attention_mask")
 PROCESSORS = (LTX2AudioVideoAttnProcessor, LTX2PerturbedAttnProcessor)
 """Processors of diffusers that ``TextProcessor`` replaces."""
@@ -41,39 +42,37 @@ class LTX2OpenTextStep(LTX2TextInputStep):  # type: ignore[misc]
 
 
 class TextProcessor(LTX2AudioVideoAttnProcessor):  # type: ignore[misc]
-    """Attends to a text, or to its stacked ``keys_and_values``."""
+    """Attends to a text, or to its stacked keys and values."""
 
     def __call__(self, attn: Any, hidden_states: Tensor, encoder_hidden_states: Tensor, *others: Any) -> Tensor:
         """Attend. The names are those of diffusers."""
-        if encoder_hidden_states.ndim == 4:
-            k_BTC, encoder_hidden_states = encoder_hidden_states.unbind(0)
-            attn = PrecomputedAttention(attn, k=k_BTC, v=encoder_hidden_states)
+        attn, encoder_hidden_states = with_keys(attn, encoder_hidden_states)
         out_BLC: Tensor = super().__call__(attn, hidden_states, encoder_hidden_states, *others)
         return out_BLC
 
 
-def keys_and_values(attn: Any, text_BTC: Tensor) -> tuple[Tensor, Tensor]:
-    return attn.norm_k(attn.to_k(text_BTC)), attn.to_v(text_BTC)
-
-
 def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
-    """Return the keys and values of the clip's attention to the text; none if timesteps change the text (LTX-2.3).
+    """Return the text's keys and values, for clip and sound.
 
-    The module must be whole. Keys are normalised. They take 0.8 GB for the 1024 tokens of LTX-2 in bfloat16.
+    There are none if timesteps change the text (LTX-2.3). The module must be whole. Keys are normalised. All take
+    1.2 GB for the 1024 tokens of LTX-2 in bfloat16.
     """
     if module.prompt_modulation:
         return {}
-    text_BTC: Tensor = inputs[TEXT]
+    clip_BTC, sound_BTC = inputs[TEXT], inputs[SOUND_TEXT]
     if module.config.use_prompt_embeddings:
-        text_BTC = module.caption_projection(text_BTC)
-    attentions = [block.attn2 for block in module.transformer_blocks]
-    return {KEYS_VALUES: stacked_keys_values(attentions, text_BTC, keys_and_values)}
+        clip_BTC, sound_BTC = module.caption_projection(clip_BTC), module.audio_caption_projection(sound_BTC)
+    return {
+        KEYS_VALUES: stacked_keys_values([block.attn2 for block in module.transformer_blocks], clip_BTC),
+        SOUND_KEYS_VALUES: stacked_keys_values([block.audio_attn2 for block in module.transformer_blocks], sound_BTC),
+    }
 
 
 def forward(module: Any, call: Mapping[str, Any]) -> tuple[Tensor, ...]:
     """Return clip and sound. Masks without tokens are left out."""
-    own = {name: x for name, x in call.items() if name != KEYS_VALUES and not _is_empty(x)}
-    with replace_text(module.transformer_blocks, call.get(KEYS_VALUES)):
+    own = {name: x for name, x in call.items() if name not in (KEYS_VALUES, SOUND_KEYS_VALUES) and not _is_empty(x)}
+    sound = replace_text(module.transformer_blocks, call.get(SOUND_KEYS_VALUES), name=SOUND_TEXT)
+    with replace_text(module.transformer_blocks, call.get(KEYS_VALUES)), sound:
         outputs: tuple[Tensor, ...] = module(**own, return_dict=False)
     return outputs
 
@@ -83,7 +82,9 @@ def _is_empty(x: Any) -> bool:
 
 
 def read_keys(module: nn.Module) -> None:
-    """Let the clip's attention to the text take its keys and values. No pass of guidance leaves it out."""
+    """Let attention to the text take its keys and values. No pass of guidance leaves it out."""
     for block in module.modules():
-        if isinstance(block, LTX2VideoTransformerBlock) and type(block.attn2.processor) in PROCESSORS:
-            block.attn2.set_processor(TextProcessor())
+        if isinstance(block, LTX2VideoTransformerBlock):
+            for attention in (block.attn2, block.audio_attn2):
+                if type(attention.processor) in PROCESSORS:
+                    attention.set_processor(TextProcessor())

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from diffusers.models.transformers.transformer_wan import WanAttention
+from diffusers.models.transformers.transformer_wan import WanAttention, WanTimeTextImageEmbedding
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -18,7 +18,9 @@ from engines.core.model import ModelInputs
 from engines.core.tensors import is_exporting
 from engines.fast.records import RotaryTables
 from pipelines.blocks.attention import can_rotate, fused_queries_and_keys, send_and_rotate
-from pipelines.models.text_keys import KEYS_VALUES, TEXT, replace_text, stacked_keys_values
+from pipelines.models import two_timesteps
+from pipelines.models.text_keys import KEYS_VALUES, TEXT, keys_and_values, replace_text, stacked_keys_values
+from pipelines.models.two_timesteps import of_tokens, replace_class, two_of
 
 PICTURES = "encoder_hidden_states_image"
 TEXT_TOKENS = 512
@@ -90,14 +92,33 @@ def _attend_picture(q_BHLD: Tensor, k_BHPD: Tensor, v_BHPD: Tensor) -> Tensor:
     return functional.scaled_dot_product_attention(q, k, v).view_as(q_BHLD)
 
 
+class TwoTimes(WanTimeTextImageEmbedding):  # type: ignore[misc]
+    """Diffusers' embeddings, where the timesteps of tokens are embedded for two rows: of a first picture and others."""
+
+    def forward(
+        self,
+        timestep: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_hidden_states_image: Tensor | None = None,
+        timestep_seq_len: int | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return ``temb_BLC`` and ``modulation_BLM``, and embedded text and pictures. The names are diffusers'."""
+        embeddings = encoder_hidden_states, encoder_hidden_states_image
+        if timestep_seq_len is None or timestep_seq_len <= two_timesteps.FEW:
+            made: tuple[Tensor, Tensor, Tensor, Tensor | None]
+            made = super().forward(timestep, *embeddings, timestep_seq_len)
+            return made
+        times_BL = torch.unflatten(timestep, 0, (-1, timestep_seq_len))
+        times_B2, rows_N = two_of(times_BL)
+        *of_two, text_BTC, pictures_BPC = super().forward(times_B2.flatten(), *embeddings, 2)
+        temb, modulation = (torch.unflatten(of_tokens(x_B2C, rows_N), 0, times_BL.shape) for x_B2C in of_two)
+        return temb, modulation, text_BTC, pictures_BPC
+
+
 def queries(attn: WanAttention, x_BLC: Tensor) -> Tensor:
     """Return queries, normalised over all heads together before the split into heads, as keys are."""
     q_BLC: Tensor = attn.norm_q(attn.to_q(x_BLC))
     return q_BLC
-
-
-def keys_and_values(attn: WanAttention, x_BMC: Tensor) -> tuple[Tensor, Tensor]:
-    return attn.norm_k(attn.to_k(x_BMC)), attn.to_v(x_BMC)
 
 
 def cross_keys_and_values(attn: WanAttention, x_BTC: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,6 +181,7 @@ def rotate(x_BLHD: Tensor, cos_sin_1L1D: tuple[Tensor, Tensor]) -> Tensor:
 
 def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     """Make every self-attention inside ``module`` call ``kernel`` (cross-attention gets its own processor)."""
+    replace_class(module, "condition_embedder", TwoTimes)
     self_processor: Any = WanProcessor(kernel)
     cross_processor: Any = CrossProcessor()
     for attention in module.modules():

@@ -24,7 +24,7 @@ from engines.parallel.division import shape_of
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.helios.patches import block_noise_BCFHW
-from pipelines.models.helios.spec import SPEC
+from pipelines.models.helios.spec import MAX_TOKENS, SPEC
 from pipelines.request import MediaRequest
 from pipelines.run import Pipeline, load_pipeline
 from pipelines.size import Size
@@ -113,6 +113,21 @@ def test_latents_equal_the_pipelines_own(
     for latents in gang(num_ranks).run(denoised, folders(CASES[name].make), name, strategy):
         assert latents.shape == expected(name).shape
         assert relative_difference(latents, expected(name)) <= TOLERANCE
+
+
+def test_keys_of_the_text_are_made_once_a_job(
+    folders: Callable[[Any], Path], expected: Callable[[str], Tensor]
+) -> None:
+    """Once for each prompt, whatever the number of chunks and steps."""
+    checkpoint, made = Checkpoint(folders(CASES[SOME].make)), list[Tensor]()
+    model, request = checkpoint.denoiser(), CASES[SOME].request(folders(CASES[SOME].make))
+    layer: Any = model.modules["transformer"].get_submodule("blocks.0.attn2.to_k")
+    layer.register_forward_hook(lambda _module, _args, output: made.append(output))
+    latents = load_pipeline(checkpoint, TorchEngine(model)).denoise(request)
+    assert len(made) == 2
+    assert relative_difference(torch.cat(latents["latent_chunks"], dim=2), expected(SOME)) <= TOLERANCE
+    num_layers, num_tokens = len(model.plan.blocks_of(model.modules["transformer"])), made[0].shape[1]
+    assert 2 * num_layers * made[0].numel() * MAX_TOKENS == model.hoisted_numbers * num_tokens, "the planner's count"
 
 
 def test_scaled_keys_have_the_models_dtype(folders: Callable[[Any], Path], expected: Callable[[str], Tensor]) -> None:

@@ -1,4 +1,4 @@
-"""Keys and values of the text for the clip's attention, made once a job, and masks that mask nothing."""
+"""Keys and values of the text for clip and sound, made once a job, and masks that mask nothing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from engines.core.model import Branch, DenoiserModel
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.ltx2.spec import MAX_TOKENS
-from pipelines.models.ltx2.text import hoisted_text
+from pipelines.models.ltx2.text import SOUND_TEXT, hoisted_text
 from pipelines.models.text_keys import KEYS_VALUES, TEXT
 from pipelines.size import Size
 from tests.pipelines.support.checkpoints import tiny_ltx
@@ -44,10 +44,12 @@ def test_the_step_is_that_of_diffusers(folders: Callable[[Any], Path]) -> None:
     hoisted = hoisted_text(module, branch.arguments)
     assert hoisted[KEYS_VALUES].shape[:2] == (2, 2)
     num_tokens = branch.inputs[TEXT].shape[1]
-    assert hoisted[KEYS_VALUES].numel() * MAX_TOKENS == model.hoisted_numbers * num_tokens, "which the planner counts"
+    made = sum(x.numel() for x in hoisted.values())
+    assert made * MAX_TOKENS == model.hoisted_numbers * num_tokens, "which the planner counts"
     assert branch.inputs[MASK].numel() == 0
     several = [model.forward(module, own) for own in ({**branch.arguments, **hoisted}, branch.arguments)]
-    mixed = model.forward(module, {**other.arguments, TEXT: branch.inputs[TEXT]})
+    texts = {name: branch.inputs[name] for name in (TEXT, SOUND_TEXT)}
+    mixed = model.forward(module, {**other.arguments, **texts})
     unread = model.forward(module, {**other.arguments, **hoisted})
     opened_mask = torch.ones(branch.inputs[TEXT].shape[:2])
     expected = model.forward(module, {**branch.arguments, MASK: opened_mask, f"audio_{MASK}": opened_mask})
@@ -57,16 +59,17 @@ def test_the_step_is_that_of_diffusers(folders: Callable[[Any], Path]) -> None:
     assert not torch.allclose(mixed, model.forward(module, other.arguments))
 
 
-def test_an_engine_makes_it_once_for_each_text(folders: Callable[[Any], Path]) -> None:
+@pytest.mark.parametrize(("attention", "text"), [("attn2", TEXT), ("audio_attn2", SOUND_TEXT)])
+def test_an_engine_makes_it_once_for_each_text(attention: str, text: str, folders: Callable[[Any], Path]) -> None:
     model, branches = opened(folders(tiny_ltx.ltx2_few_layers))
     engine, (transformer,) = TorchEngine(model), model.modules.values()
-    projection: Any = transformer.get_submodule("transformer_blocks.0.attn2.to_k")
+    projection: Any = transformer.get_submodule(f"transformer_blocks.0.{attention}.to_k")
     with patch.object(projection, "forward", wraps=projection.forward) as projected:
         for step in range(3):
             latents = [branch.inputs["hidden_states"] + step for branch in branches]
             pairs = zip(branches, latents, strict=True)
             engine.predict(tuple(replace(x, inputs={**x.inputs, "hidden_states": y}) for x, y in pairs), (0,))
-        assert projected.call_count == len({id(branch.inputs[TEXT]) for branch in branches})
+        assert projected.call_count == len({id(branch.inputs[text]) for branch in branches})
     engine.close()
 
 

@@ -114,7 +114,7 @@ def test_a_folder_for_pictures_is_read_as_one_for_both(folder: Path, tmp_path: P
 
 
 def timed(checkpoint: Checkpoint, model: DenoiserModel, *, is_turned: bool = False) -> Branch:
-    """A forward whose tokens all have times of their own, as where some frames are known: or those of other tokens.
+    """A forward of tokens with two times, as where some frames are known, here in any order: or those of other tokens.
 
     Without a picture all have the same, which is given once.
     """
@@ -122,7 +122,7 @@ def timed(checkpoint: Checkpoint, model: DenoiserModel, *, is_turned: bool = Fal
     assert branch.inputs["timestep"].shape == (1, 1)
     (num_tokens,) = model.stream_lengths(branch.arguments).values()
     generator = torch.Generator().manual_seed(3)
-    times_BL = 1000 * torch.rand(1, num_tokens, generator=generator)
+    times_BL = torch.where(torch.rand(1, num_tokens, generator=generator) < 0.5, 0.0, 700.0)
     noise = torch.randn(branch.inputs["hidden_states"].shape, generator=generator)
     words = torch.randn(branch.inputs["encoder_hidden_states"].shape, generator=generator)
     times_BL = times_BL.flip(1) if is_turned else times_BL
