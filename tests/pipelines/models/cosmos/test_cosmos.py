@@ -112,7 +112,8 @@ def test_without_the_exchange_they_do_not(
 ) -> None:
     folder = folders(CLIPS[name].make)
     request = CLIPS[name].request(folder)
-    for latents in gang(2).run(without_exchange, folder, request, CLIPS[name].images(request)):
+    conditioning = encoded(folder, request, pictures_of(CLIPS[name].images(request)))
+    for latents in gang(2).run(without_exchange, folder, request, conditioning):
         assert largest_difference(latents, expected(name)) > 10 * TOLERANCE
 
 
