@@ -71,7 +71,7 @@ Kernels of milliseconds hide their launches, so a graph gains nothing: SGLang's 
 on no device and on no measured time: all ranks of a team, and all starts, must decide alike."""
 
 MIN_HOISTED_BYTES, HOISTED_SHARE = 2**31, 16
-"""What jobs in progress compute once a job may take this much, or the memory of a rank divided by ``HOISTED_SHARE``."""
+"""Least limit of what jobs in progress keep, and the share of a rank's memory that it is elsewhere."""
 
 
 def max_hoisted_bytes(memory_bytes: int) -> int:

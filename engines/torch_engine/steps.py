@@ -53,6 +53,8 @@ class _Step:
     """Returns the tensors of a branch, which the function reads."""
     function: Callable[[StepTensors], Tensor]
     """Returns the prediction."""
+    is_short: bool = True
+    """Whether it may be captured by its arithmetic (``StepRunner.allows_capture``)."""
     num_runs: int = 0
     """Calls so far."""
     captured: CapturedStep | None = None
@@ -190,7 +192,7 @@ class StepRunner:
         def function(tensors: StepTensors) -> Tensor:
             return self._sharded.forward(replace(fixed, inputs=tensors), team)
 
-        return _Step(prepare=prepare, function=function)
+        return _Step(prepare=prepare, function=function, is_short=self.allows_capture(like, team))
 
     def _fast_weights(self, module: str, team: Team) -> FastWeights | None:
         """Return the weights of the team's hand-ordered steps; None if the module itself runs."""
@@ -232,7 +234,7 @@ class StepRunner:
             level, why = logging.WARNING, "it recomputes inputs that others compute once a job"
         elif num_bytes > MAX_CAPTURED_BYTES:
             level, why = logging.WARNING, f"its inputs take {num_bytes / 2**30:.1f} GiB"
-        elif not self.allows_capture(branch, team):
+        elif not step.is_short:
             level, why = logging.INFO, "it takes seconds"
         else:
             return True

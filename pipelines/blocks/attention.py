@@ -129,11 +129,16 @@ def send_and_rotate(
     kernel: EarlyKernel, attn: Any, x_BLC: Tensor, tables: RotaryTables, dim: int
 ) -> tuple[Callable[[Tensor], Tensor], Tensor, Tensor, Tensor]:
     """Return attention to keys and values of ``x_BLC``, which travel while queries are made, and q, k, v, ``BLHD``."""
-    (k_BLHD,) = rotated_heads((attn.to_k(x_BLC),), (row_norm(attn.norm_k),), tables, dim)
+    k_BLHD = rotated(attn.to_k, attn.norm_k, x_BLC, tables, dim)
     v_BLHD = torch.unflatten(attn.to_v(x_BLC), 2, (-1, dim))
     attend = kernel.send(k_BLHD, v_BLHD, x_BLC)
-    (q_BLHD,) = rotated_heads((attn.to_q(x_BLC),), (row_norm(attn.norm_q),), tables, dim)
-    return attend, q_BLHD, k_BLHD, v_BLHD
+    return attend, rotated(attn.to_q, attn.norm_q, x_BLC, tables, dim), k_BLHD, v_BLHD
+
+
+def rotated(layer: nn.Module, norm: nn.Module, x_BLC: Tensor, tables: RotaryTables, dim: int) -> Tensor:
+    """Return ``x_BLHD`` of one layer, normalised and rotated in one pass."""
+    (x_BLHD,) = rotated_heads((layer(x_BLC),), (row_norm(norm),), tables, dim)
+    return x_BLHD
 
 
 def replace_processors(module: nn.Module, ours: Mapping[type[Any], type[Any]]) -> None:

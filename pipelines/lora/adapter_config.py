@@ -24,7 +24,7 @@ KINDS = ("LORA", "LOHA", "LOKR")
 NUMBERS, PATTERNS = ("alpha", "lora_alpha", "r"), ("alpha_pattern", "rank_pattern")
 """Keys of PEFT with a number, and with numbers by patterns of names."""
 RANKS = ("r", "rank_pattern")
-"""Those of them that alphas are divided by."""
+"""Keys with ranks, by which alphas are divided."""
 MAX_NUMBER = 2.0**127 / MAX_SCALE
 """Above it, a scale of a request is beyond float32."""
 

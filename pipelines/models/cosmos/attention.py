@@ -38,11 +38,10 @@ from pipelines.models.cosmos.call import (
     num_sound_tokens,
 )
 from pipelines.models.text_keys import KEYS_VALUES, replace_text
+from pipelines.models.two_timesteps import FEW, replace_class
 
 CosSin = tuple[Tensor, Tensor]
 """``(T, D)`` each, for the tokens that are rotated."""
-NUM_EMBEDDED = 128
-"""Tokens whose timestep is embedded: on a GPU a product of so many rows takes no longer than one of a single row."""
 
 
 class GenerationProcessor:
@@ -83,7 +82,7 @@ class OneTimestep(TimestepEmbedding):  # type: ignore[misc]
 
     def forward(self, sample: Tensor, condition: None = None) -> Tensor:
         """Return ``x_LC`` of ``sample`` (L, features)."""
-        few_LC: Tensor = super().forward(sample[:NUM_EMBEDDED], condition)
+        few_LC: Tensor = super().forward(sample[:FEW], condition)
         return few_LC if len(few_LC) == len(sample) else few_LC[:1].expand(len(sample), -1)
 
 
@@ -102,7 +101,7 @@ def set_kernel(module: nn.Module, kernel: Kernel) -> None:
     """Make the generated tokens' attention call ``kernel``; then call ``module`` through ``forward``."""
     processor: Any = GenerationProcessor(kernel)
     module.get_submodule("rotary_emb").__class__ = Rotation
-    module.get_submodule("time_embedder").__class__ = OneTimestep
+    replace_class(module, "time_embedder", OneTimestep)
     layers: Any = module.get_submodule("layers")
     for layer in layers:
         layer.__class__ = GenerationLayer

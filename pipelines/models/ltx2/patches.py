@@ -17,7 +17,6 @@ from diffusers.modular_pipelines.ltx2.modular_blocks_ltx25 import LTX25AutoDecod
 from torch import Tensor, nn
 
 from engines.fast.records import RotaryTables
-from engines.fast.rotary import rotated_heads
 from pipelines.blocks import attention
 from pipelines.blocks.tree import replace_blocks
 from pipelines.models.device_timestep import TimestepOnDevice
@@ -122,9 +121,8 @@ def _rotated(
     if context_BMC is None or k_tables is None:
         assert (context_BMC is None) == (k_tables is None)
         return *attention.rotate_and_send(processor, attn, x_BLC, _tables(attn, q_tables)), None, None
-    q_norm, k_norm = attention.row_norm(attn.norm_q), attention.row_norm(attn.norm_k)
-    (q_BLHD,) = rotated_heads((attn.to_q(x_BLC),), (q_norm,), _tables(attn, q_tables), attn.head_dim)
-    (k_BMHD,) = rotated_heads((attn.to_k(context_BMC),), (k_norm,), _tables(attn, k_tables), attn.head_dim)
+    q_BLHD = attention.rotated(attn.to_q, attn.norm_q, x_BLC, _tables(attn, q_tables), attn.head_dim)
+    k_BMHD = attention.rotated(attn.to_k, attn.norm_k, context_BMC, _tables(attn, k_tables), attn.head_dim)
     return processor, attention.PrecomputedAttention(attn, q=q_BLHD.flatten(2), k=k_BMHD.flatten(2)), None, None
 
 

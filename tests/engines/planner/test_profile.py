@@ -44,7 +44,7 @@ def test_published_models_cost_what_torch_counts(
     ("name", "tera_flop"), [("MiniMax-H3", 3536.5), ("HunyuanVideo-1.5-480p_t2v", 1442.0), ("Cosmos3-Super", 6944.0)]
 )
 def test_a_rough_count_is_near_what_torch_counts(name: str, tera_flop: float) -> None:
-    """As above, of the default clip."""
+    """The reference is PyTorch's count of a forward of the default clip."""
     checkpoint = Checkpoint.of_configuration(name, "cpu", torch.bfloat16)
     model, (branch, *_) = checkpoint.weightless(), checkpoint.largest_step(checkpoint.defaults.request())
     found = rough_flops(model, branch)

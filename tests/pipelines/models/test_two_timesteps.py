@@ -35,7 +35,7 @@ from_picture = partial(Clip, num_pictures=1)
 def test_two_times_are_embedded_for_all_tokens(
     clip: Clip, layer: str, folders: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of a picture and that of all other frames, also where other families have a timestep a token."""
+    """A picture's tokens have one timestep, and all others another."""
     monkeypatch.setattr(two_timesteps, "FEW", 2)
     checkpoint, num_rows = Checkpoint(folders(clip.make)), set[int]()
     model, request = checkpoint.denoiser(), clip.request(checkpoint.path)

@@ -66,7 +66,7 @@ def test_padding_is_left_out_with_a_mask_and_without() -> None:
 
 
 def test_only_gathered_keys_can_travel_before_queries_are_made() -> None:
-    """As those of the attention that is chosen, where there is neither mask nor prefix."""
+    """The kernel of the team sends them as its attention does, without mask and prefix."""
     early = EarlyKernel(attend=lambda *_, **__: ("early", None), send=lambda *_: lambda _: torch.ones(1))  # type: ignore[arg-type]
     with patch(f"{WHERE}.peer_allgather_kv", lambda *_: early):
         kernel = kernel_by_length(LONG, CPU, torch.float32)(plain_attention, team_of(allgather_kv=4), LAYOUT)

@@ -143,7 +143,7 @@ def test_the_timestep_of_many_tokens_is_embedded_for_a_few(
     folders: Callable[[Any], Path], expected: Callable[[str], Latents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the number of tokens, of the clip and of its sound: all have the same."""
-    monkeypatch.setattr(attention, "NUM_EMBEDDED", 2)
+    monkeypatch.setattr(attention, "FEW", 2)
     name, num_rows = "with sound from a picture", list[int]()
     folder = folders(CLIPS[name].make)
     checkpoint = Checkpoint(folder)
