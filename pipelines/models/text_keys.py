@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
 from pipelines.blocks.attention import PrecomputedAttention
+from pipelines.models.spec import first_output
 
 TEXT, KEYS_VALUES = "encoder_hidden_states", "text_keys_values"
 """The text's name in modules and blocks, and that of an input beside a module's own: keys and values by block."""
@@ -43,6 +44,13 @@ def with_keys(attn: Any, text: Tensor) -> tuple[Any, Tensor]:
         return attn, text
     k_BTC, v_BTC = text.unbind(0)
     return PrecomputedAttention(attn, k=k_BTC, v=v_BTC), v_BTC
+
+
+def forward_with_keys(module: nn.Module, readers: Sequence[nn.Module], call: Mapping[str, Any]) -> Tensor:
+    """Return the first output of ``module``. Its ``readers`` get the text's keys and values if ``call`` has them."""
+    own = {name: x for name, x in call.items() if name != KEYS_VALUES}
+    with replace_text(readers, call.get(KEYS_VALUES)):
+        return first_output(module, own)
 
 
 @contextmanager

@@ -21,8 +21,7 @@ from engines.core.model import ModelInputs
 from engines.fast.records import RotaryTables
 from pipelines.blocks import attention
 from pipelines.blocks.tree import replace_blocks
-from pipelines.models.spec import first_output
-from pipelines.models.text_keys import KEYS_VALUES, TEXT, replace_text, stacked_keys_values, with_keys
+from pipelines.models.text_keys import KEYS_VALUES, TEXT, forward_with_keys, stacked_keys_values, with_keys
 
 NOISY_LATENTS = ("image_latents", "fake_image_latents")
 NOISY_CLIP = ("image_latents", "video_latents")
@@ -134,6 +133,4 @@ def hoisted_text(module: Any, inputs: ModelInputs) -> dict[str, Tensor]:
 
 def forward(module: Any, call: Mapping[str, Any]) -> Tensor:
     """Return ``velocity_BCFHW``."""
-    own = {name: x for name, x in call.items() if name != KEYS_VALUES}
-    with replace_text(module.blocks, call.get(KEYS_VALUES)):
-        return first_output(module, own)
+    return forward_with_keys(module, module.blocks, call)

@@ -19,7 +19,7 @@ from engines.core.tensors import is_exporting
 from engines.fast.records import RotaryTables
 from pipelines.blocks.attention import can_rotate, fused_queries_and_keys, send_and_rotate
 from pipelines.models import two_timesteps
-from pipelines.models.text_keys import KEYS_VALUES, TEXT, keys_and_values, replace_text, stacked_keys_values
+from pipelines.models.text_keys import KEYS_VALUES, TEXT, forward_with_keys, keys_and_values, stacked_keys_values
 from pipelines.models.two_timesteps import of_tokens, replace_class, two_of
 
 PICTURES = "encoder_hidden_states_image"
@@ -208,7 +208,4 @@ def readers(module: Any) -> list[Any]:
 
 def forward(module: nn.Module, call: Mapping[str, Any]) -> Tensor:
     """Return ``velocity_BCFHW``."""
-    own = {name: x for name, x in call.items() if name != KEYS_VALUES}
-    with replace_text(readers(module), call.get(KEYS_VALUES)):
-        velocity_BCFHW: Tensor = module(**own, return_dict=False)[0]
-    return velocity_BCFHW
+    return forward_with_keys(module, readers(module), call)
