@@ -16,7 +16,7 @@ from engines.torch_engine.exchange.choose import ExchangeRules
 
 logger = logging.getLogger(__name__)
 
-REVISION = 1
+REVISION = 2
 """Raise it if steps of the same version would be decided on otherwise: other candidates, timing or cost model, or
 exchanges or kernels of another speed. Gangs then decide anew, once. Files without a revision are older than all."""
 MIN_BRANCHES = 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 
@@ -17,6 +19,19 @@ def test_rows_at_any_distance() -> None:
     expected_RC = torch.zeros(4, 5)
     expected_RC[:, 1:3] = source_RC[:, 3:5]
     assert torch.equal(target_RC, expected_RC)
+
+
+def on_gpu(rows_RC: torch.Tensor) -> Mock:
+    """Return a tensor that says that it lies on a GPU."""
+    facts = {"shape": rows_RC.shape, "dtype": rows_RC.dtype, "device": torch.device("cuda"), "copy_": Mock()}
+    return Mock(wraps=rows_RC, **facts)
+
+
+def test_rows_without_gaps_go_as_a_whole() -> None:
+    """A GPU copies rows within itself one by one, and slowly."""
+    source_RC, target_RC = on_gpu(torch.zeros(4, 6)[1:3]), on_gpu(torch.zeros(5, 6)[3:])
+    copy_rows(target_RC, source_RC)
+    target_RC.copy_.assert_called_once_with(source_RC)
 
 
 @pytest.mark.parametrize(
