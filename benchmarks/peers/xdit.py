@@ -6,8 +6,9 @@ Only its attention and groups are imported: its package pulls in every pipeline 
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -60,12 +61,16 @@ def _kernel(attend: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor
 @cache
 def _attention(world: int) -> Callable[..., Tensor]:
     without_init("xfuser", "xfuser.model_executor", "xfuser.model_executor.layers")
+    with suppress(ImportError, OSError):  # its first choice, by the name that it imports
+        sys.modules.setdefault("flash_attn_interface", importlib.import_module("fa3_fwd_interface"))
     usp: Any = importlib.import_module("xfuser.model_executor.layers.usp")
     state = importlib.import_module("xfuser.core.distributed.parallel_state")
-    backends = importlib.import_module("xfuser.core.distributed.attention_backend").AttentionBackendType
+    attention = importlib.import_module("xfuser.core.distributed.attention_backend")
+    backends = attention.AttentionBackendType
+    backend = backends.FLASH_3 if attention.env_info["has_flash_attn_3"] else backends.CUDNN
     state.init_distributed_environment(rank=dist.get_rank(), world_size=world)
     state.initialize_model_parallel(sequence_parallel_degree=world, ulysses_degree=world, ring_degree=1)
     options = SimpleNamespace(use_spargeattn_head_balance=False)
-    settings = SimpleNamespace(attention_backend=backends.CUDNN, fp8_comms=None, runtime_config=options)
+    settings = SimpleNamespace(attention_backend=backend, fp8_comms=None, runtime_config=options)
     usp.get_runtime_state = lambda: settings
     return partial(usp.USP, combine_qkv_a2a=True)
