@@ -18,7 +18,7 @@ def wanted(requirement: Requirement, extras: frozenset[str]) -> bool:
 
 
 def reachable(root: Requirement) -> dict[str, Distribution]:
-    """Distributions that ``root`` needs here, by canonical name, ``root`` itself left out."""
+    """Return the distributions that ``root`` needs here, by canonical name, without ``root`` itself."""
     found: dict[str, Distribution] = {}
     visited: set[tuple[str, frozenset[str]]] = set()
     queue = [root]

@@ -62,7 +62,7 @@ def row(model: str) -> tuple[str, ...]:
 
 
 def cell(model: str, card: Card) -> str:
-    """Return the fewest GPUs on which all parts fit, with a letter for each change; bold if they were seen to."""
+    """Return the fewest GPUs on which all parts fit, with a letter for each change; bold if a run confirmed it."""
     estimate = estimated(model)
     if isinstance(estimate, WeightsAlone):
         fits = estimate.total_bytes <= USABLE * card.gib * GIB
@@ -96,7 +96,7 @@ def said(change: Change) -> str:
 
 
 def savings_rows() -> Iterator[tuple[str, ...]]:
-    """Rows of what ``memory_gib`` chooses on one GPU, of models whose steps are known before a request."""
+    """Yield rows of what ``memory_gib`` chooses on one GPU, for models whose steps are known before a request."""
     for model in published_models():
         if isinstance(estimate := estimated(model), Estimate):
             yield savings_row(model, estimate)
@@ -114,7 +114,7 @@ def savings_row(model: str, estimate: Estimate) -> tuple[str, ...]:
 
 
 def seen_on_cards() -> dict[tuple[str, float], Result]:
-    """Return the newest result on a GPU by model and card. What had no room on the disk was not seen."""
+    """Return the newest result on a GPU by model and card. Models without room on the disk were not run."""
     results = (one for one in of_gpus(Kept(SEEN).results()) if "left_gib" in one)
     return {(one["model"], one["card_gb"]): one for one in results}
 
@@ -125,7 +125,7 @@ def failure(one: Result) -> str:
 
 
 def seen_rows() -> Iterator[tuple[str, ...]]:
-    """Yield what was held and took time on each card that was seen, in the order of models and cards."""
+    """Yield a row of memory and times for each result on a card, in the order of models and cards."""
     order = {name: number for number, name in enumerate(published_models())}
     for (model, gb), one in sorted(seen_on_cards().items(), key=lambda pair: (order[pair[0][0]], pair[0][1])):
         letters = " ".join(SAVING_LETTERS[key] for key in one["savings"]) or "none"
@@ -161,16 +161,16 @@ def said_savings(keys: Collection[str], extra_s: float) -> str:
 
 
 def seen_on(model: str, hardware: str) -> set[int]:
-    """Numbers of GPUs on which a sweep had pictures or clips of ``model`` through the whole application."""
+    """Return the numbers of GPUs on which a sweep made pictures or clips of ``model`` by the whole application."""
     results = (one for one in swept() if one["model"] == model and hardware in one["hardware"])
     return {one["ranks"] for one in results if one.get("through") == "application" and "error" not in one}
 
 
 def held() -> Iterator[tuple[str, ...]]:
-    """Rows of what a GPU held at most in a sweep, of pictures, beside the estimate for the same machine.
+    """Yield rows of the most memory that pictures took on a GPU in a sweep, beside the estimate for that machine.
 
-    Clips are shorter in a sweep than what is estimated. Of models that run on one rank only, weights alone are known.
-    What the sweep's own process held before does not count.
+    Clips are left out: a sweep's are shorter than the estimate's. So are models that run on one rank only: their
+    estimate has weights alone. Memory that the sweep's own process held before does not count.
     """
     for one in swept():
         is_picture = one.get("through") == "application" and one["size"].count("x") == 1
@@ -183,7 +183,7 @@ def held() -> Iterator[tuple[str, ...]]:
 
 
 def seen_table() -> str:
-    """Return the table of what was seen on cards, with its caption; empty without results."""
+    """Return the table of results on cards, with its caption; empty without results."""
     rows, hardware = list(seen_rows()), sorted({one["hardware"] for one in seen_on_cards().values()})
     if not rows:
         return ""

@@ -110,7 +110,7 @@ def proved_by(name: str) -> str:
 
 
 def once_a_job(name: str) -> str:
-    """Return what a spec's ``hoisted`` returns, by the first sentence of its docstring."""
+    """Return what a spec's ``hoisted`` returns: the first sentence of its docstring."""
     hoisted = load_spec(transformer_of(name).__name__).hoisted
     if not isinstance(hoisted, LazyFunction):
         return ""
@@ -120,7 +120,7 @@ def once_a_job(name: str) -> str:
 
 @cache
 def defaults_of(name: str) -> tuple[Defaults, ...]:
-    """Return those of a pipeline's published models, or of the small ones that tests build."""
+    """Return the defaults of a pipeline's published models, or of the small ones that tests build."""
     models = list(map(Checkpoint.of_configuration, models_of(name)))
     flows = (str(ModelSource(base=str(one.path), workflow=flow)) for one in models for flow in one.spec.workflows)
     published = tuple(one.defaults for one in (*models, *map(Checkpoint.of_configuration, flows)))

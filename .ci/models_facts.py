@@ -129,19 +129,19 @@ SERVED: Mapping[str, tuple[Callable[[Defaults], bool], str]] = {
     "references to clip": (lambda one: one.needs_source, "ref2va"),
     "sound": (lambda one: one.kind == "video" and one.make_sound, "sound|t2va"),
 }
-"""What requests may ask, by which defaults, and the pattern of workflows that do so."""
+"""Uses by name: whether a model's defaults offer it, and a pattern of the workflows that need it."""
 NOT_SERVED = "controlnet|ip_adapter|action"
-"""Marks of workflows for which no request brings what they want."""
+"""Marks of workflows that need inputs which no request has."""
 
 
 def served(models: Iterable[Defaults]) -> list[str]:
-    """Return what requests may ask of some of ``models``, in the order of ``SERVED``."""
+    """Return the uses that one of ``models`` offers, in the order of ``SERVED``."""
     made = [one.of(kind) for one in models for kind in one.kinds]
     return [word for word, (asks, _) in SERVED.items() if any(map(asks, made))]
 
 
 def beyond(declared: Iterable[str], words: Iterable[str]) -> list[str]:
-    """Return the workflows that are declared and not served. Those with one mark count as one, ``controlnet_…``."""
+    """Return the declared workflows that are not served. Several with one mark count once, as ``controlnet_…``."""
     known = set(words)
     rest = [
         _brief(flow)
@@ -161,7 +161,7 @@ def _brief(flow: str) -> str:
 
 
 GPUS = "h[12]00"
-"""In the names of reports of machines with GPUs, as a pattern."""
+"""Pattern in the names of reports of machines with GPUs."""
 SUBJECTS = ("application", "denoise_step", "model_step", "pairs", "peers", "quad")
 """Subjects of reports that time whole transformers; others are of small models, or of parts."""
 COMMAND = "python -m benchmarks."

@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "pipelines"
 BUILDERS = re.compile(r"tests\.pipelines\.support\..*tiny")
 COMPARED_WITH = ("diffusers", "tests.pipelines.support.references")
-"""What a file imports from that compares."""
+"""Packages that a file imports if it compares results."""
 CLIP_MARKS, CONTROL_MARKS = ("InputVideo", "num_video_frames"), ("has_control",)
 """Names in files of tests that compare results with diffusers'."""
 QUANTISED_TESTS = ("test_gguf.py", "test_scaled_files.py", "test_single_file.py")
@@ -46,7 +46,7 @@ class Proof:
     on_gpu: bool = False
 
     def on_one_rank(self) -> Proof:
-        """What it proves of a model that runs on one rank alone."""
+        """Return the proof for a model that runs on one rank only."""
         return replace(self, num_ranks=(1,))
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Proof:
 
 
 class Built(NamedTuple):
-    """What a builder's checkpoint opens as: its modular pipeline's class, and its defaults."""
+    """Class of a builder's modular pipeline, and its defaults."""
 
     pipeline: str
     defaults: Defaults
@@ -63,7 +63,7 @@ class Built(NamedTuple):
 
 @cache
 def proofs() -> dict[str, tuple[Proof, ...]]:
-    """Files of tests by the modular pipelines that they build."""
+    """Return the files of tests by the modular pipelines that they build."""
     found: dict[str, tuple[Proof, ...]] = {}
     for file in test_files():
         if any(module.startswith(COMPARED_WITH) for module, _ in imports(file).values()):
@@ -99,7 +99,7 @@ def proof_of(file: Path) -> Proof:
 
 
 def _numbers(mark: Any) -> Iterator[int]:
-    """Values of the parameter ``num_ranks``."""
+    """Yield the values of the parameter ``num_ranks``."""
     if mark.name != "parametrize":
         return
     names, values = mark.args
@@ -111,7 +111,7 @@ def _numbers(mark: Any) -> Iterator[int]:
 
 
 def _gangs(tree: ast.Module) -> Iterator[int]:
-    """Numbers of ranks that are written where something is compared: controls and refusals do without."""
+    """Yield the numbers of ranks in tests that compare; controls and refusals do not count."""
     for test in tree.body:
         if isinstance(test, ast.FunctionDef) and test.name.startswith("test_"):
             if "one_rank" in test.name:
@@ -127,12 +127,12 @@ def _is_gang(node: ast.expr) -> bool:
 
 @cache
 def built() -> tuple[Built, ...]:
-    """Of all builders that a test of models names, each once."""
+    """Return each builder that a test of models names, opened, once."""
     return tuple(map(opened, dict.fromkeys(maker for file in test_files() for maker in builders_in(file))))
 
 
 def builders_in(file: Path) -> Iterator[Builder]:
-    """Yield the builders that a file names, or that make a fixture for all models which its tests take."""
+    """Yield the builders that a file names, and those of the shared fixtures that its tests take."""
     yield from named_builders(file, file.read_text())
     fixtures = TESTS / "conftest.py"
     _, *parts = re.split(r"^def (\w+)", fixtures.read_text(), flags=re.M)
@@ -142,7 +142,7 @@ def builders_in(file: Path) -> Iterator[Builder]:
 
 
 def named_builders(file: Path, text: str) -> Iterator[Builder]:
-    """Yield the builders among what ``file`` imports, and in modules that it imports, that ``text`` names."""
+    """Yield the builders that ``text`` names, imported by ``file`` or in a module that it imports."""
     for name, (module, own_name) in imports(file).items():
         if BUILDERS.match(f"{module}.{own_name}"):
             value = getattr(import_module(module), own_name, None) or import_module(f"{module}.{own_name}")

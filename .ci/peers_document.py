@@ -128,7 +128,7 @@ class Comparison:
 
 
 def comparisons(reports: Path) -> list[Comparison]:
-    """Return what was measured last, by model, size, precision and number of GPUs."""
+    """Return the newest comparison of each model, size, precision and number of GPUs."""
     newest: dict[Step, Comparison] = {}
     published = of_published(reports / "published_steps.jsonl")
     for path in sorted(reports.glob("peers_*.jsonl"), key=order_of):
@@ -144,7 +144,7 @@ def comparisons(reports: Path) -> list[Comparison]:
 
 
 def order_of(path: Path) -> tuple[str, str]:
-    """Return its date, and its name where several hosts were timed on a day."""
+    """Return the report's date, and its name, which tells hosts that were timed on one day apart."""
     return path.stem[-len("2026-11-26") :], path.stem
 
 

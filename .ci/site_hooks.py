@@ -57,7 +57,7 @@ def text_of(path: str) -> str:
 
 
 def rewritten(markdown: str, path: str) -> str:
-    """Return the ``markdown`` of the document at ``path`` with links for the site. What is not there stays as it is."""
+    """Return the ``markdown`` of the document at ``path`` with links for the site. Links to missing files stay."""
     folder, here = posixpath.dirname(path), posixpath.dirname(uri_of(path))
 
     def replace(match: re.Match[str]) -> str:

@@ -138,7 +138,7 @@ def say(text: str) -> None:
 
 
 def attempt(run: Callable[[], Result]) -> Result:
-    """Return what ``run`` does, or its "error". A maker that fails leaves the others their turn and their memory."""
+    """Return the result of ``run``, or its "error". A maker that fails does not affect the others."""
     try:
         return run()
     except Exception:
@@ -166,7 +166,7 @@ def time_model(
 
 
 def facts_of(model: PublishedModel, world: int) -> Result:
-    """Return what is known before anything is timed. The floor is all arithmetic at an H200's rate, on all ranks."""
+    """Return the facts known before any timing. The floor is all arithmetic at an H200's rate, on all ranks."""
     flop = model.flop()
     facts = {"model": model.name, "size": str(model.size), "tokens": model.num_tokens, "branches": len(model.branches)}
     facts["batch"] = model.branch.batch
@@ -206,7 +206,7 @@ def in_order(makers: Iterable[str]) -> list[str]:
 def ways_of(
     model: PublishedModel, reference: Tensor, arguments: Arguments, world: int, peer: OpenPeer
 ) -> dict[str, list[Way]]:
-    """Return by maker what its results are called, and what makes them."""
+    """Return by maker the name of its results, and the function that makes them."""
     ways: dict[str, tuple[str, Callable[..., Result]]] = {
         "eager": ("diffusers eager", partial(eager, model, reference, arguments)),
         "diffusers": ("diffusers compiled", partial(diffusers, model, reference, arguments, world)),
@@ -242,7 +242,7 @@ def ways_of(
 
 
 def exchanges_in_parts(strategy: str, world: int) -> bool:
-    """Return whether it does, or may: the engine refuses a strategy that these ranks cannot use, at its turn."""
+    """Return whether a strategy exchanges in parts, or may. The engine refuses one that these ranks cannot use."""
     try:
         spec = ParallelSpec.of(strategy, world)
         return world == 1 or spec.ulysses > 1 or spec.allgather_kv > 1
@@ -283,7 +283,7 @@ def diffusers(
     captured: bool = False,
     degree: str = "ulysses_degree",
 ) -> Result:
-    """Time it with compiled blocks. The module is as it was afterwards, but on several GPUs, where hooks stay."""
+    """Time it with compiled blocks. Afterwards the module is unchanged, except on several GPUs, where hooks stay."""
     set_attention(model)
     if world > 1 and model.module._cp_plan is None:
         raise ValueError(f"diffusers has no plan to divide a {type(model.module).__name__}")

@@ -6,8 +6,8 @@
 All nodes are Ray nodes of this host. The head runs the API, the encoder and the decoder. A second node runs the gang,
 which scales to zero when it is idle, and starts again for the next request. The first start has empty caches, and
 ``--repeats`` others a warm node. Then that node ends, and a new one takes its place, ``--repeats`` times. A new node
-has empty folders for all that processes cache, and the cluster's shared cache of kernels and decisions. It has imported
-libraries when it is asked, as the commands of a cluster file make it do. Two more new nodes lack one of these: the
+has empty folders for all that processes cache, and the cluster's shared cache of kernels and decisions. It imports
+libraries before the request, as the commands of a cluster file make it do. Two more new nodes lack one of these: the
 imports, or the shared cache. The model is a folder or a shipped one, with the settings of ``troupe serve MODEL``.
 
 A start lasts from Serve's order for a replica until the gang is ready. A node's own start does not count: the request

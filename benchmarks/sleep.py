@@ -56,7 +56,7 @@ class Answers:
     """Answers of a model in mixed traffic."""
 
     arrivals_s: list[float]
-    """Since the traffic began."""
+    """Seconds since the traffic began."""
     times_s: list[float]
     same_bytes: bool
 
@@ -84,7 +84,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def maker(client: Client, kinds: Mapping[str, str], arguments: argparse.Namespace) -> Make:
-    """Return what asks for a model's picture or clip with its defaults, and one seed."""
+    """Return a function that requests a model's picture or clip with its defaults, and one seed."""
     steps = {} if arguments.steps is None else {"num_inference_steps": arguments.steps}
     words = (word.partition("=") for word in arguments.clip)
     of_clips = {name: yaml.safe_load(value) for name, _, value in words}
@@ -226,7 +226,7 @@ def in_parts(arrivals_s: Sequence[float], work_s: float, number: int, num: int, 
 
 
 def kills(make: Make, expected: Mapping[str, Alone], logs: Path) -> Iterator[dict[str, Any]]:
-    """Kill -9 a rank of each model while the model sleeps, ask all models at once, and yield what became of it."""
+    """Kill -9 a rank of each model while the model sleeps, ask all models at once, and yield the results."""
     for name in expected:
         make(next(other for other in expected if other != name))
         was_asleep, before = _sleeps(logs, name), rank_pids(logs, name)

@@ -34,7 +34,7 @@ def start_distributed() -> tuple[int, int]:
 
 
 def relative_error(given: Tensor, expected: Tensor, allowed: float | None = None) -> float:
-    """Return it with three digits. AssertionError unless it is below ``allowed``."""
+    """Return the error with three digits. AssertionError unless it is below ``allowed``."""
     error = relative_difference(given, expected)
     assert allowed is None or error < allowed, f"wrong answer: relative error {error:.3f}"
     return float(f"{error:.2e}")

@@ -1,4 +1,4 @@
-"""Times of reading a transformer's weights onto the ranks of a host: every rank all of them, and all ranks together.
+"""Times of reading a transformer's weights onto the ranks of a host: each rank for itself, and all ranks together.
 
     torchrun --nproc-per-node 2 -m benchmarks.weight_reading FOLDER [--rounds 3]
 

@@ -1,7 +1,7 @@
 """Schema of the application's configuration. Unknown keys are errors.
 
-That of a model is in ``model_config``, of its deployments in ``stages.stage_config``, limits of the API in
-``http.settings``.
+``model_config`` has the schema of a model, ``stages.stage_config`` of its deployments, ``http.settings`` of limits of
+the API.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class MergingSource:
 
 
 class SwitchTimes:
-    """Times of changes of weights on this rank. Those on a GPU are read later, without a wait for it."""
+    """Times of changes of weights on this rank. Times on a GPU are read later, without a wait for it."""
 
     def __init__(self) -> None:
         self._host_ms = 0.0
@@ -137,7 +137,7 @@ class SwitchTimes:
 
     @contextmanager
     def measure(self, device: torch.device | None) -> Iterator[None]:
-        """Measure a change of weights on ``device``. None: no weights change, and that is no change."""
+        """Measure a change of weights on ``device``. None: no weights change, and nothing is measured."""
         if device is None:
             yield
         elif device.type == "cuda":
@@ -180,7 +180,7 @@ class _Weight:
     writers: tuple[WriteWeight, ...]
     """Called with new values, perhaps in float32; the parameter stays as loaded then."""
     device: torch.device
-    """Where sums are computed."""
+    """Device that computes the sums."""
     low_ranks: dict[str, LowRank] = field(default_factory=dict)
     """Products by addition, ``prepared`` and cut to this rank's share."""
 
@@ -217,13 +217,13 @@ class _Parameters:
     module: nn.Module
     """The module, or a rank's share of it."""
     slices: Mapping[str, Any]
-    """Which part of a file's tensor each split parameter is (``parallel.weight_files``)."""
+    """Part of a file's tensor that each split parameter is (``parallel.weight_files``)."""
     loaded: Mapping[str, nn.Parameter]
     """Parameters by name, with the values of the start."""
     writers: Writers
-    """What writes new values of a parameter, where the engine holds copies."""
+    """Writes new values of a parameter where the engine holds copies."""
     device: torch.device | None = None
-    """Where sums are computed; None: where the parameters are."""
+    """Device that computes the sums; None: the parameters' own."""
     on_host: bool = False
     """Values at load are copied to pinned host memory, those of replaced layers as well."""
 
@@ -266,7 +266,7 @@ class _Share:
 
     @property
     def device(self) -> torch.device | None:
-        """Where sums are computed; None if no addition changes these weights."""
+        """Device that computes the sums; None if no addition changes these weights."""
         return next((weight.device for weight in self._weights.values()), None)
 
     def write(self, mix: Mix) -> None:
@@ -280,7 +280,7 @@ class _Share:
         self.mix = mix
 
     def take(self, additions: Mapping[str, Addition]) -> None:
-        """Take further additions. A parameter that none of the known ones changes is as loaded, whatever the mix."""
+        """Take further additions. A parameter that no known addition changes is as loaded in every mix."""
         parameters = self._parameters
         assert parameters is not None
         found = [(name, *each) for name, addition in additions.items() for each in parameters.low_ranks(addition)]

@@ -33,7 +33,7 @@ class Defaults:
     """Defaults and limits of a model's requests. Checks raise ValueError with the given and allowed values."""
 
     kind: MediaKind
-    """What the model makes first of all; a clip model may also make pictures (``picture_width``)."""
+    """Kind of media that the model makes first of all; a clip model may also make pictures (``picture_width``)."""
     width: int
     """Pixels, as are all sizes here."""
     height: int
@@ -55,7 +55,7 @@ class Defaults:
     size_multiple: int
     """Divisor of width and height."""
     frame_multiple: int
-    """A clip has 1 + a multiple of so many frames."""
+    """A clip has 1 + a multiple of this many frames."""
     max_pixels: int
     """Largest product of width and height."""
     max_frames: int
@@ -109,7 +109,7 @@ class Defaults:
     takes_control_guidance: bool = False
     """Requests may say in which share of the steps the control counts."""
     takes_strength: bool = False
-    """Requests may say which share of their picture or clip is made anew."""
+    """Requests may set the share of their picture or clip that is made anew."""
     strength: float = 1.0
     """Default strength: the share of the steps to run, rounded up, or down with ``rounds_steps_down``."""
     strength_needs_mask: bool = False
@@ -147,7 +147,7 @@ class Defaults:
     min_frames: int = 1
     """Shortest clip."""
     frames_per_chunk: int = 0
-    """Clips are made in chunks of so many frames (0: whole), each with all steps."""
+    """Clips are made in chunks of this many frames (0: whole), each with all steps."""
     first_chunk_steps: int = 1
     """Factor on the first chunk's number of steps."""
     chunk_overlap: int = 0

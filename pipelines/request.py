@@ -60,7 +60,7 @@ class SecondStage:
 
 
 def mix_of(loras: Iterable[Lora]) -> Mix:
-    """Return what ``loras`` add to the weights: equal for equal adapters, in whatever order."""
+    """Return the additions of ``loras`` to the weights: equal for equal adapters in any order."""
     return normal_mix(tuple((lora.key, lora.scale) for lora in loras))
 
 
@@ -73,7 +73,7 @@ class MediaRequest:
     model: str
     """Name of the model in the application's configuration."""
     kind: MediaKind
-    """Whether the result is a picture or a clip."""
+    """Kind of the result: a picture or a clip."""
     prompt: str
     """The prompt that is encoded."""
     enhance_prompt: bool | None = None

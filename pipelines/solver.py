@@ -125,7 +125,7 @@ class SolverLimits:
     schedulers: tuple[str, ...] = ()
     """Names that requests may give; none: the solver is fixed."""
     is_flow: bool = False
-    """Whether there is a ``flow_shift``."""
+    """True if there is a ``flow_shift``."""
     inputs: tuple[str, ...] = ()
     """Schedules that the pipeline takes: ``sigmas``, ``timesteps``."""
     boundary_ratio: float | None = None

@@ -62,7 +62,7 @@ class _CallCancelled(BaseException):
 
 @dataclass(slots=True, eq=False)
 class _Handover:
-    """What lets two threads take turns: the owner of a call, and the call."""
+    """Lets two threads take turns: the owner of a call, and the call."""
 
     may_run: Semaphore = field(default_factory=lambda: Semaphore(0))
     """Released when the call is to go on."""
@@ -73,9 +73,9 @@ class _Handover:
     has_ended: bool = False
     """The call takes no more turns."""
     result: Any = None
-    """What it returned."""
+    """Value that the call returned."""
     error: BaseException | None = None
-    """What it raised, until its owner has seen it."""
+    """Error that the call raised, until its owner has seen it."""
 
     def pause(self) -> None:
         self.has_paused.release()
@@ -188,11 +188,11 @@ class WholeState:
     """A job before its next step. Its call holds all else."""
 
     request: MediaRequest
-    """What the client asked for."""
+    """The client's request."""
     call: PausedCall
     """The pipeline's call in its own thread, paused after its last step."""
     progress: CallProgress
-    """What its scheduler did last."""
+    """Last report of its scheduler."""
     step: int = 0
     """Number of the next step."""
 
@@ -208,7 +208,7 @@ class WholeEngine(EagerEngine):
 
     @property
     def forwards(self) -> Forwards:
-        """How the denoisers' forwards run, after the warm-up."""
+        """Form of the denoisers' forwards, after the warm-up."""
         return "eager" if self._compiled is None else self._compiled.forwards
 
     def warm_up(self, branches: tuple[Branch, ...], ranks: tuple[int, ...] = (0,)) -> None:

@@ -1,4 +1,4 @@
-"""Trains the shipped models on from their shipped weights, side by side, each on a GPU of its own:
+"""Train the shipped models on from their shipped weights, side by side, each on a GPU of its own:
 
     python -m training OUT [--models flux-shapes wan-shapes] [--limit-s 570]
 
@@ -32,7 +32,7 @@ SMALLEST_LIMIT_S = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Attempt:
-    """One model's: on the GPU of that number, ended at `end_s` by `time.monotonic`, with `extra` trainer's options."""
+    """One model's training on GPU number `gpu`, until `end_s` of `time.monotonic`. `extra` are trainer options."""
 
     model: str
     gpu: int
@@ -46,7 +46,7 @@ class Attempt:
         return self.out / "folders" / self.model
 
     def run(self) -> bool:
-        """Returns whether all went well. What comes later starts from the exported folder, if there is one."""
+        """Train, then evaluate the exported folder if there is one. Return whether all of it succeeded."""
         shipped = CHECKPOINTS / self.model
         folders = ("--start", str(shipped), "--vae", str(shipped / "vae"), "--out", str(self.out / "runs" / self.model))
         options = (*folders, "--export", str(self.folder), *TRAINERS[self.model], *self.extra)

@@ -42,7 +42,7 @@ Checks = dict[str, bool]
 
 
 def held_out_prompts(count: int, seed: int, wording: str = "plain") -> list[tuple[Scene, str]]:
-    """Returns still scenes that training never showed, with captions that say everything, in one of `WORDINGS`."""
+    """Return still scenes that training never showed, with captions that say everything, in one of `WORDINGS`."""
     rng, words = random.Random(seed), WORDINGS[wording]
     scenes = [held_out_scene(rng) for _ in range(count)]
     say = partial(free_caption, wording=words) if words else caption
@@ -50,7 +50,7 @@ def held_out_prompts(count: int, seed: int, wording: str = "plain") -> list[tupl
 
 
 def held_out_motion_prompts(count: int, seed: int, wording: str = "plain") -> list[tuple[MotionScene, str]]:
-    """Returns video scenes that training never showed, with captions that say everything, in one of `WORDINGS`."""
+    """Return video scenes that training never showed, with captions that say everything, in one of `WORDINGS`."""
     rng, words = random.Random(seed), WORDINGS[wording]
     scenes = [held_out_motion_scene(rng) for _ in range(count)]
     say = partial(free_motion_caption, wording=words) if words else motion_caption
@@ -62,7 +62,7 @@ def _looks_like(item: Item, seen: SeenShape) -> bool:
 
 
 def _match(items: tuple[Item, ...], picture: Picture) -> list[SeenShape] | None:
-    """Returns the shape seen for each item, or None unless shapes and colours are exactly those asked for."""
+    """Return the detected shape of each item, or None unless shapes and colours are exactly the requested ones."""
     if len(picture.shapes) != len(items):
         return None
     for order in (picture.shapes, picture.shapes[::-1]):
@@ -81,7 +81,7 @@ def _right_place(scene: Scene, shapes: list[SeenShape]) -> bool:
 
 
 def check_still(scene: Scene, picture: Picture) -> Checks:
-    """Returns which parts of a still scene the picture shows. A place counts only if shape and colour are right too."""
+    """Return which parts of a still scene the picture shows. A place counts only if shape and colour are right too."""
     shapes = _match(scene.items, picture)
     sized = shapes is not None and all(
         item.size in ("medium", judge.size_of(seen)) for item, seen in zip(scene.items, shapes, strict=True)
@@ -99,7 +99,7 @@ def check_still(scene: Scene, picture: Picture) -> Checks:
 
 
 def check_motion(scene: MotionScene, frames: list[Picture]) -> Checks:
-    """Returns which parts of a video scene the frames show: shape and colour if at least 3 frames of 4 do."""
+    """Return which parts of a video scene the frames show: shape and colour if at least 3 frames of 4 do."""
     right = [len(frame.shapes) == 1 and _looks_like(scene.item, frame.shapes[0]) for frame in frames]
     motion = motion_of(frames) == scene.motion
     grounds = Counter(frame.background for frame in frames)
@@ -112,7 +112,7 @@ def check_motion(scene: MotionScene, frames: list[Picture]) -> Checks:
 
 
 def with_shipped_settings(args: argparse.Namespace, model: str) -> argparse.Namespace:
-    """Returns `args` with the shipped model's `height`, `width`, `steps` and `guidance` where they leave these open."""
+    """Return `args` with the shipped model's `height`, `width`, `steps` and `guidance` where they leave these open."""
     path = CHECKPOINTS / model
     shipped = Checkpoint(path).defaults
     guidance = shipped.guidance_scale if shipped.kind == "image" else shipped.true_cfg_scale
@@ -132,7 +132,7 @@ def _generators(start: int, count: int) -> list[torch.Generator]:
 
 
 def paint_stills(pipeline: Any, prompts: list[str], args: argparse.Namespace, seed: int) -> list[judge.Pixels]:
-    """Returns one picture (height, width, 3) a prompt."""
+    """Return one picture (height, width, 3) a prompt."""
     args = with_shipped_settings(args, "flux-shapes")
     images = pipeline(
         prompts,
@@ -148,7 +148,7 @@ def paint_stills(pipeline: Any, prompts: list[str], args: argparse.Namespace, se
 
 
 def paint_videos(pipeline: Any, prompts: list[str], args: argparse.Namespace, seed: int) -> list[judge.Pixels]:
-    """Returns one video (frames, height, width, 3) a prompt."""
+    """Return one video (frames, height, width, 3) a prompt."""
     args = with_shipped_settings(args, "wan-shapes")
     videos = pipeline(
         prompts,
@@ -212,7 +212,7 @@ def _score_videos(pipeline: Any, args: argparse.Namespace, wording: str) -> list
 
 
 def summary(scored: list[tuple[str, Checks]]) -> dict[str, dict[str, float]]:
-    """Returns for each check the share of prompts that passed it, and the number of prompts that had it."""
+    """Return for each check the share of prompts that passed, and the number of prompts that it applies to."""
     names = {name: None for _, checks in scored for name in checks}
     results = {name: [checks[name] for _, checks in scored if name in checks] for name in names}
     return {name: {"share": round(sum(r) / len(r), 4), "prompts": len(r)} for name, r in results.items()}
@@ -221,7 +221,7 @@ def summary(scored: list[tuple[str, Checks]]) -> dict[str, dict[str, float]]:
 def load(
     model: str, checkpoint: Path | None = None, dtype: torch.dtype = torch.float32, adapter: Path | None = None
 ) -> Any:
-    """Returns diffusers' own pipeline of a model, the shipped one unless another checkpoint is given, perhaps with a
+    """Return diffusers' own pipeline of a model, the shipped one unless another checkpoint is given, perhaps with a
     LoRA adapter."""
     pipeline: Any = FluxPipeline if model == "flux-shapes" else WanPipeline
     pipeline = pipeline.from_pretrained(checkpoint or CHECKPOINTS / model, torch_dtype=dtype)
@@ -232,7 +232,7 @@ def load(
 
 
 def _score(pipeline: Any, args: argparse.Namespace, wording: str) -> list[tuple[str, Checks]]:
-    """Returns each prompt and what its picture shows, with "all" of it as one more check."""
+    """Return each prompt and what its picture shows, with "all" of it as one more check."""
     scored = (_score_stills if args.model == "flux-shapes" else _score_videos)(pipeline, args, wording)
     scored = [(text, {"all": all(checks.values())} | checks) for text, checks in scored]
     for text, checks in scored:
@@ -243,7 +243,7 @@ def _score(pipeline: Any, args: argparse.Namespace, wording: str) -> list[tuple[
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Paints and judges the held-out prompts, prints those that failed if asked to, and returns settings and shares:
+    """Paint and judge the held-out prompts, print the failed ones if asked to, and return settings and shares:
     those of the first wording and length as "checks", and of each further one under its name."""
     args = with_shipped_settings(args, args.model)
     pipeline = load(args.model, args.checkpoint, getattr(torch, args.dtype), args.adapter).to(args.device)

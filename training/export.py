@@ -1,4 +1,4 @@
-"""Writes the trained parts as pipelines in diffusers' own directory layout, in float16."""
+"""Write the trained parts as pipelines in diffusers' own directory layout, in float16."""
 
 import json
 from pathlib import Path
@@ -29,7 +29,7 @@ def export_flux(
     *,
     edits: bool = False,
 ) -> None:
-    """Writes a directory for `FluxPipeline.from_pretrained`, or for `FluxKontextPipeline` if the model edits pictures.
+    """Write a directory for `FluxPipeline.from_pretrained`, or for `FluxKontextPipeline` if the model edits pictures.
     The model's own weights become float16 on the CPU."""
     kind: Any = FluxKontextPipeline if edits else FluxPipeline
     pipeline = kind(
@@ -45,7 +45,7 @@ def export_flux(
 
 
 def export_wan(path: Path, model: WanModel, vae: Any, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Writes a directory for `WanPipeline.from_pretrained`. The model's own weights become float16 on the CPU."""
+    """Write a directory for `WanPipeline.from_pretrained`. The model's own weights become float16 on the CPU."""
     pipeline = WanPipeline(
         tokenizer=tokenizer,
         text_encoder=_half(model.umt5),
@@ -57,7 +57,7 @@ def export_wan(path: Path, model: WanModel, vae: Any, tokenizer: PreTrainedToken
 
 
 def _save(pipeline: Any, path: Path) -> None:
-    """Without the place that the auto-encoder was read from."""
+    """Save the pipeline without the path that the auto-encoder was read from."""
     pipeline.save_pretrained(path, max_shard_size=SHARD_SIZE)
     config = path / "vae" / "config.json"
     written = json.loads(config.read_text())

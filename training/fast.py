@@ -1,4 +1,4 @@
-"""What makes small models train fast on a big GPU: mixed precision, compiled blocks, CUDA graphs."""
+"""Fast training of small models on a big GPU: mixed precision, compiled blocks, CUDA graphs."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,14 +17,14 @@ TensorFunction = Callable[[], Tensor]
 
 
 def prepare(seed: int) -> None:
-    """Seeds the run, and lets the GPU use TensorFloat-32 and the convolutions that it measures to be fastest."""
+    """Seed the run. Let the GPU use TensorFloat-32 and the convolutions that it measures to be fastest."""
     torch.manual_seed(seed)
     torch.set_float32_matmul_precision("high")
     torch.backends.cudnn.benchmark = True
 
 
 def channels_last(module: nn.Module) -> None:
-    """Keeps convolutions' weights, and so what flows between them, with the channels innermost."""
+    """Store convolutions' weights, and so their activations, with the channels innermost."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     for child in module.modules():
         if isinstance(child, nn.Conv2d | nn.Conv3d):
@@ -32,10 +32,10 @@ def channels_last(module: nn.Module) -> None:
 
 
 def speed_up(blocks: Iterable[nn.Module], device: str, *, dynamic: bool | None) -> None:
-    """Runs each block in bfloat16 autocast, compiled on a GPU.
+    """Run each block in bfloat16 autocast, compiled on a GPU.
 
-    The embeddings around the blocks stay in float32: a timestep rounded to bfloat16 would never show the model the
-    noise levels between two of its values, which float32 sampling visits.
+    The embeddings around the blocks stay in float32. Sampling in float32 visits noise levels between two values of
+    bfloat16, which the model would never see in training.
     """
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     torch._inductor.config.triton.coalesce_tiling_analysis = False  # asserts on dynamic shapes in torch 2.11
@@ -47,7 +47,7 @@ def speed_up(blocks: Iterable[nn.Module], device: str, *, dynamic: bool | None) 
 
 
 def speed_up_norms(module: nn.Module) -> None:
-    """Compiles an auto-encoder's norms and lets them return their input's type, which autocast would widen."""
+    """Compile an auto-encoder's norms and let them return their input's type, which autocast would widen."""
     torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
     for child in module.modules():
         if type(child).__name__ in NORMS:
@@ -61,7 +61,7 @@ def _rms_norm(x: Tensor, gain: Tensor) -> Tensor:
 
 @cache
 def _compiled_rms_norm() -> Callable[[Tensor, Tensor], Tensor]:
-    """Compile it once, when it is first needed: the import of the compiler takes seconds."""
+    """Compile the norm at the first call: the import of the compiler takes seconds."""
     compiled: Callable[[Tensor, Tensor], Tensor] = torch.compile(_rms_norm, dynamic=True)
     return compiled
 
@@ -80,14 +80,14 @@ def _type_preserving(norm: Any) -> Callable[[Tensor], Tensor]:
 
 
 def uncompiled(*, on: bool) -> AbstractContextManager[object]:
-    """Returns a context in which compiled blocks run as they are written: for shapes that come too rarely to wait for
+    """Return a context in which compiled blocks run as they are written: for shapes that come too rarely to wait for
     another compilation."""
     context: AbstractContextManager[object] = torch.compiler.set_stance("force_eager") if on else nullcontext()
     return context
 
 
 def undo_speed_up(module: nn.Module) -> None:
-    """Undoes `speed_up` and `speed_up_norms`."""
+    """Undo `speed_up` and `speed_up_norms`."""
     for child in module.modules():
         child.__dict__.pop("forward", None)
 
@@ -115,7 +115,7 @@ class GraphedFunction:
         return self.result.clone()
 
     def _on_side_stream(self) -> Tensor:
-        """Calls the function on a stream of its own, where capture wants everything to have run before."""
+        """Call the function on a separate stream, as warm-up calls before a capture must be."""
         current, side = torch.cuda.current_stream(), torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(current)
         with torch.cuda.stream(side):
@@ -131,5 +131,5 @@ class GraphedFunction:
 
 
 def graphed(function: TensorFunction, *, on: bool) -> TensorFunction:
-    """Returns the function itself, or a `GraphedFunction` of it."""
+    """Return the function itself, or a `GraphedFunction` of it."""
     return GraphedFunction(function) if on else function

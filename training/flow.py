@@ -7,7 +7,7 @@ LAYOUT_SHIFT = 3.0
 
 
 def sample_sigma(batch: int, shift: float, device: torch.device, *, layout_shift: float = LAYOUT_SHIFT) -> Tensor:
-    """Returns noise levels (B,) in (0, 1): half uniform, half logit-normal, moved by the scheduler's shift
+    """Return noise levels (B,) in (0, 1): half uniform, half logit-normal, moved by the scheduler's shift
     (Esser et al., arXiv 2403.03206, section 5.3.2). Half of them are moved on by `layout_shift`: what goes where is
     decided where there is almost only noise, and few levels would lie there."""
     uniform = torch.rand(batch, device=device)
@@ -17,7 +17,7 @@ def sample_sigma(batch: int, shift: float, device: torch.device, *, layout_shift
 
 
 def noisy(latents: Tensor, sigma_B: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns latents on the straight path to noise at level sigma, and the path's velocity."""
+    """Return latents on the straight path to noise at level sigma, and the path's velocity."""
     noise = torch.randn_like(latents)
     sigma = sigma_B.view(-1, *(1,) * (latents.ndim - 1))
     return (1 - sigma) * latents + sigma * noise, noise - latents

@@ -1,4 +1,4 @@
-"""Says what a picture or a video shows, by plain image analysis: no learned part, nothing shared with the drawing code.
+"""Finds what a picture or a video shows by plain image analysis: no learned part, nothing shared with the drawing code.
 
 Pixels that differ from the background are grouped into components. A component's shape is read from its outline seen
 from its centre, r(angle): a circle has none of the harmonics 3, 4 and 5; triangle, square and star each have their own.
@@ -41,14 +41,14 @@ class SeenShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """What a picture shows."""
+    """Background and shapes found in a picture."""
 
     background: str
     shapes: tuple[SeenShape, ...]
 
 
 def colour_name(rgb: Floats, names: tuple[str, ...]) -> str:
-    """Returns the name of the nearest palette colour."""
+    """Return the name of the nearest palette colour."""
     return min(names, key=lambda name: float(np.linalg.norm(rgb - np.array(PALETTE[name]))))
 
 
@@ -59,7 +59,7 @@ def _background(image: Floats) -> Floats:
 
 
 def _profile(cover: Floats, x: float, y: float) -> Floats:
-    """Returns the outline radius in pixels at each angle: how much of each ray from the centre is covered."""
+    """Return the outline radius in pixels at each angle: how much of each ray from the centre is covered."""
     angles = np.linspace(0, 2 * np.pi, _NUM_ANGLES, endpoint=False)
     radii = np.arange(0, max(cover.shape) * 0.75, 0.25)
     rows, columns = y + np.outer(np.sin(angles), radii), x + np.outer(np.cos(angles), radii)
@@ -95,7 +95,7 @@ def _seen_shape(image: Floats, ground: Floats, mask: Mask) -> SeenShape:
 
 
 def look_at(pixels: Pixels) -> Picture:
-    """Returns what a picture (height, width, 3) shows, biggest shape first."""
+    """Return what a picture (height, width, 3) shows, biggest shape first."""
     image = pixels.astype(np.float64) / 255
     ground = _background(image)
     mask = np.linalg.norm(image - ground, axis=-1) > _MIN_CONTRAST
@@ -107,12 +107,12 @@ def look_at(pixels: Pixels) -> Picture:
 
 
 def size_of(seen: SeenShape) -> str:
-    """Returns "small" or "large", by radius."""
+    """Return "small" or "large", by radius."""
     return "large" if seen.radius > _BIG else "small"
 
 
 def place_of(seen: SeenShape) -> tuple[int, int]:
-    """Returns column and row of the third of the picture that holds the centre: each -1, 0 or 1."""
+    """Return column and row of the third of the picture that holds the centre: each -1, 0 or 1."""
 
     def third(value: float) -> int:
         return -1 if value < 0.4 else 1 if value > 0.6 else 0
@@ -121,14 +121,14 @@ def place_of(seen: SeenShape) -> tuple[int, int]:
 
 
 def _turned(angles: list[float], symmetry: int) -> float:
-    """Returns the total rotation in radians; each frame's change is taken modulo the shape's symmetry."""
+    """Return the total rotation in radians; each frame's change counts modulo the shape's symmetry."""
     period = 2 * math.pi / symmetry
     steps = [after - before for before, after in pairwise(angles)]
     return sum((step + period / 2) % period - period / 2 for step in steps)
 
 
 def motion_of(frames: list[Picture]) -> str:
-    """Returns one of `scenes.MOTIONS`, "still", or "lost" where a frame shows no shape. It follows each frame's
+    """Return one of `scenes.MOTIONS`, "still", or "lost" where a frame shows no shape. It follows each frame's
     biggest shape."""
     if not all(frame.shapes for frame in frames):
         return "lost"

@@ -11,14 +11,14 @@ from pipelines.models.flux.spec import PATCH
 
 
 def pack(latents_BCHW: Tensor) -> Tensor:
-    """Tokens ``latents_BSD`` in row-major order; a token lists its channels, each with its 2x2 values."""
+    """Return tokens ``latents_BSD`` in row-major order; a token lists its channels, each with its 2x2 values."""
     batch, channels, height, width = latents_BCHW.shape
     patches = latents_BCHW.view(batch, channels, height // PATCH, PATCH, width // PATCH, PATCH)
     return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, -1, channels * PATCH * PATCH)
 
 
 def unpack(latents_BSD: Tensor, height: int, width: int) -> Tensor:
-    """Latents ``latents_BCHW`` of the tokens that `pack` made; ``height`` and ``width`` are the latents'."""
+    """Return latents ``latents_BCHW`` from tokens of `pack`; ``height`` and ``width`` are the latents'."""
     batch, _, channels = latents_BSD.shape
     patches = latents_BSD.view(batch, height // PATCH, width // PATCH, channels // PATCH**2, PATCH, PATCH)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(batch, -1, height, width)

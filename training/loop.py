@@ -59,11 +59,11 @@ class Run:
 
     @property
     def progress(self) -> float:
-        """Returns the share of the whole time budget that is used up."""
+        """Share of the whole time budget that is used up."""
         return self.elapsed_s / (self.budget.total_minutes * 60)
 
     def save(self) -> None:
-        """Writes the checkpoint beside its old version first, so that a cut run never leaves half a file."""
+        """Write the checkpoint beside its old version first, so that a cut run never leaves half a file."""
         state = {
             "module": self.module.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
@@ -85,12 +85,12 @@ class Run:
         self.step, self.elapsed_s, self.log = state["step"], state["elapsed_s"], state["log"]
 
     def use_average(self) -> None:
-        """Puts the averaged weights in the module."""
+        """Put the averaged weights in the module."""
         self.module.load_state_dict(self.average.module.state_dict())
 
 
 def _gradients(run: Run, loss_of: TensorFunction) -> Tensor:
-    """Leaves the clipped gradients in the parameters and returns the losses. Nothing waits for the GPU, and gradients
+    """Leave the clipped gradients in the parameters and return the losses. Nothing waits for the GPU, and gradients
     stay in the memory where they are, so that CUDA graphs can hold it all."""
     run.module.zero_grad(set_to_none=False)
     losses = loss_of()
@@ -100,7 +100,7 @@ def _gradients(run: Run, loss_of: TensorFunction) -> Tensor:
 
 
 def _update(run: Run) -> None:
-    """Makes one step of the optimisers and of the average. It cannot be part of a CUDA graph, which would repeat the
+    """Make one step of the optimisers and of the average. It cannot be part of a CUDA graph, which would repeat the
     rates and decays of the step that it was captured at."""
     for optimizer in run.optimizers:
         optimizer.step()
@@ -110,7 +110,7 @@ def _update(run: Run) -> None:
 
 
 def step_of(run: Run, loss_of: TensorFunction, *, graph: bool = False) -> TensorFunction:
-    """Returns a function that makes one whole update of the run's weights and returns the losses. `loss_of` gives one
+    """Return a function that makes one whole update of the run's weights and returns the losses. `loss_of` gives one
     or several losses to add up; with `graph`, it and its gradients become a CUDA graph."""
     gradients = graphed(lambda: _gradients(run, loss_of), on=graph)
 
@@ -123,12 +123,12 @@ def step_of(run: Run, loss_of: TensorFunction, *, graph: bool = False) -> Tensor
 
 
 def average_decay(budget: Budget, step: int) -> float:
-    """Returns how much of the average a step keeps: little at first, so that it soon forgets the untrained weights."""
+    """Return how much of the average a step keeps: little at first, so that it soon forgets the untrained weights."""
     return min(budget.ema_decay, (1 + step) / (10 + step))
 
 
 def learning_rate(budget: Budget, step: int, progress: float) -> float:
-    """Returns a rate with a linear warm-up, a plateau, and a linear decay to zero by the end of the time budget."""
+    """Return a rate with a linear warm-up, a plateau, and a linear decay to zero by the end of the time budget."""
     remaining = (1 - progress) / (1 - budget.decay_from)
     return budget.learning_rate * min(1.0, (step + 1) / WARMUP_STEPS, max(remaining, 0.0))
 
@@ -141,7 +141,7 @@ def _set_rates(run: Run) -> None:
 
 
 def _record(run: Run, losses: list[Tensor]) -> None:
-    """Logs the mean of the first loss as "loss", that of others as "loss 2" and so on."""
+    """Log the mean of the first loss as "loss", those of others as "loss 2" and so on."""
     first, *more = torch.stack([loss.reshape(-1) for loss in losses]).mean(0).tolist()
     if not math.isfinite(first + sum(more)):
         raise FloatingPointError(f"the losses are {[first, *more]} after step {run.step}; lower the learning rate")
@@ -152,7 +152,7 @@ def _record(run: Run, losses: list[Tensor]) -> None:
 
 
 def fit(run: Run, step: TensorFunction, max_steps: int | None = None) -> None:
-    """Calls `step` (of `step_of`) until this piece's minutes, the whole budget or `max_steps` are over; then saves."""
+    """Call `step` (of `step_of`) until this piece's minutes, the whole budget or `max_steps` are over; then save."""
     before_s, start_s, saved_s = run.elapsed_s, time.monotonic(), time.monotonic()
     end_s = min(before_s + run.budget.minutes * 60, run.budget.total_minutes * 60)
     last_step = float("inf") if max_steps is None else run.step + max_steps

@@ -11,7 +11,7 @@ from torch.optim import AdamW, Muon, Optimizer
 
 
 def hidden_matrices(module: nn.Module) -> list[Tensor]:
-    """Returns the weights of the linear layers in stacks of blocks, without those of embeddings, modulations and
+    """Return the weights of the linear layers in stacks of blocks, without those of embeddings, modulations and
     outputs."""
     return [
         child.weight
@@ -24,7 +24,7 @@ def hidden_matrices(module: nn.Module) -> list[Tensor]:
 
 
 def muon(matrices: Sequence[Tensor], *, lr: float = 0.0, weight_decay: float = 0.05) -> Muon:
-    """Returns Muon for these matrices (rows, columns)."""
+    """Return Muon for these matrices (rows, columns)."""
     return Muon(matrices, lr=lr, weight_decay=weight_decay, momentum=0.95, adjust_lr_fn="match_rms_adamw")
 
 
@@ -37,7 +37,7 @@ def _adam(parameters: Sequence[Tensor]) -> AdamW:
 
 
 def optimizers(module: nn.Module, *, with_muon: bool) -> list[Optimizer]:
-    """Returns AdamW, and Muon for the blocks' matrices if asked for. `fit` sets their learning rates."""
+    """Return AdamW, and with `with_muon` Muon for the blocks' matrices. `fit` sets their learning rates."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     matrices = hidden_matrices(module) if with_muon else []
     rest = [parameter for parameter in trained if all(parameter is not matrix for matrix in matrices)]

@@ -10,7 +10,7 @@ from training.shapes.reading import READING_WEIGHT
 
 
 def run_options(description: str | None, *, minutes: float, learning_rate: float) -> argparse.ArgumentParser:
-    """Returns a parser with the options of every trainer."""
+    """Return a parser with the options of every trainer."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True, help="checkpoints to resume from, and the loss log")
     parser.add_argument("--start", type=Path, help="go on from these exported weights instead of from nothing")
@@ -28,7 +28,7 @@ def run_options(description: str | None, *, minutes: float, learning_rate: float
 def flow_options(
     description: str | None, *, minutes: float, batch: int, pool: int, chunk: int, vae: Path | None = None
 ) -> argparse.ArgumentParser:
-    """Returns a parser with the options of every trainer and what the trainers of transformers need besides. An
+    """Return a parser with the options of every trainer and what the trainers of transformers need besides. An
     auto-encoder must be given where there is none to fall back on."""
     parser = run_options(description, minutes=minutes, learning_rate=1e-3)
     parser.set_defaults(batch=batch)
@@ -43,13 +43,13 @@ def flow_options(
 
 
 def device_of(args: argparse.Namespace) -> tuple[str, bool]:
-    """Returns the device, and whether CUDA graphs are used there."""
+    """Return the device, and whether CUDA graphs are used there."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return device, device == "cuda" and not args.eager
 
 
 def budget_of(args: argparse.Namespace, out: Path, *, ema_decay: float = 0.999) -> Budget:
-    """Returns the budget that the options ask for."""
+    """Return the budget that the options ask for."""
     return Budget(
         out=out,
         minutes=args.minutes,

@@ -21,7 +21,7 @@ NUM_STILLS, NUM_VIDEOS, FRAMES = 16, 8, (0, 2, 4, 6, 8, 10, 12, 14, 16)
 
 
 def loss_curves(logs: dict[str, Path], out: Path) -> None:
-    """Draws losses over training steps, logarithmically, and writes the picture to `out`."""
+    """Draw losses over training steps, logarithmically, and write the picture to `out`."""
     import matplotlib.pyplot as plt  # only reports need it
 
     figure, axes = plt.subplots(figsize=(8, 5), dpi=80)
@@ -44,7 +44,7 @@ def _rows(tiles: NDArray[np.uint8], columns: int) -> NDArray[np.uint8]:
 
 
 def contact_sheet(args: argparse.Namespace) -> None:
-    """Paints held-out prompts on one sheet: stills in two rows, then one row of frames for each video."""
+    """Paint held-out prompts on one sheet: stills in two rows, then one row of frames for each video."""
     flux, wan = load("flux-shapes"), load("wan-shapes")
     stills = [text for _, text in held_out_prompts(NUM_STILLS, args.seed, args.wording)]
     motions = [text for _, text in held_out_motion_prompts(NUM_VIDEOS, args.seed, args.wording)]

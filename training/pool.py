@@ -30,7 +30,7 @@ class CaptionedDrawings:
 
 
 def captioned_stills(count: int, seed: int) -> CaptionedDrawings:
-    """Returns drawings of still scenes that training may show, with captions."""
+    """Return drawings of still scenes that training may show, with captions."""
     rng = random.Random(seed)
     scenes = [training_scene(rng) for _ in range(count)]
     return CaptionedDrawings(
@@ -41,7 +41,7 @@ def captioned_stills(count: int, seed: int) -> CaptionedDrawings:
 
 
 def captioned_motions(count: int, seed: int) -> CaptionedDrawings:
-    """Returns drawings of video scenes that training may show, with captions."""
+    """Return drawings of video scenes that training may show, with captions."""
     rng = random.Random(seed)
     scenes = [training_motion_scene(rng) for _ in range(count)]
     return CaptionedDrawings(
@@ -54,13 +54,13 @@ def captioned_motions(count: int, seed: int) -> CaptionedDrawings:
 
 
 def token_ids(tokenizer: PreTrainedTokenizerBase, captions: list[str]) -> Tensor:
-    """Returns token ids (N + 1, 48), padded; the row after the last caption's is the empty prompt's."""
+    """Return token ids (N + 1, 48), padded; the row after the last caption's is the empty prompt's."""
     padded = tokenizer([*captions, ""], padding="max_length", max_length=MAX_LENGTH, truncation=True)
     return torch.tensor(padded["input_ids"], dtype=torch.int16)
 
 
 def with_dropout(row_B: Tensor, empty: int) -> Tensor:
-    """Replaces one row in ten by the row of the empty prompt."""
+    """Replace one row in ten by the row of the empty prompt."""
     dropped = torch.rand(row_B.shape, device=row_B.device) < PROMPT_DROPOUT
     return torch.where(dropped, empty, row_B)
 
@@ -90,13 +90,13 @@ class LatentPool:
         return row, self.encode(row)
 
     def _refresh(self) -> Tensor:
-        """Draws and encodes one chunk; returns where it went."""
+        """Draw and encode one chunk; return its place in the pool."""
         row, latents = self._fresh()
         self.latents[self.slot] = latents.bfloat16()
         self.row[self.slot] = row
         return self.slot.add_(len(self.slot)).remainder_(self.size)
 
     def sample(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Returns latents (B, ...) in float32 and the rows (B,) of their captions."""
+        """Return latents (B, ...) in float32 and the rows (B,) of their captions."""
         index = torch.randint(self.size, (batch,), device=self.row.device)
         return self.latents[index].float(), self.row[index]

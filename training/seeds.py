@@ -25,13 +25,13 @@ from training.evaluate import (
 
 
 def distances(pictures: list[judge.Pixels]) -> NDArray[np.float64]:
-    """Returns the mean absolute difference of every two pictures or videos, of 255."""
+    """Return the mean absolute difference of every two pictures or videos, of 255."""
     pairs = combinations([picture.astype(np.float64) for picture in pictures], 2)
     return np.array([np.abs(first - second).mean() for first, second in pairs])
 
 
 def _paint(pipeline: Any, scene: Any, prompt: str, args: argparse.Namespace) -> tuple[list[judge.Pixels], int]:
-    """Returns the pictures of all seeds, and how many of them are right."""
+    """Return the pictures of all seeds, and how many of them are right."""
     if args.model == "flux-shapes":
         pictures = paint_stills(pipeline, [prompt] * args.seeds, args, args.seed)
         return pictures, sum(check_still(scene, judge.look_at(picture))["place"] for picture in pictures)
@@ -41,7 +41,7 @@ def _paint(pipeline: Any, scene: Any, prompt: str, args: argparse.Namespace) -> 
 
 
 def spread(pipeline: Any, scene: Any, prompt: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Returns one prompt's closest and mean distance, and the share of seeds that gave what it asks for."""
+    """Return one prompt's closest and mean distance, and the share of seeds that gave what it asks for."""
     pictures, right = _paint(pipeline, scene, prompt, args)
     apart = distances(pictures)
     return {
@@ -53,7 +53,7 @@ def spread(pipeline: Any, scene: Any, prompt: str, args: argparse.Namespace) -> 
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Returns the `spread` of each held-out prompt."""
+    """Return the `spread` of each held-out prompt."""
     prompts = held_out_prompts if args.model == "flux-shapes" else held_out_motion_prompts
     pipeline = load(args.model)
     return [spread(pipeline, scene, text, args) for scene, text in prompts(args.prompts, args.seed)]

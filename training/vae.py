@@ -32,7 +32,7 @@ STARS = 0.4  # share of drawings that must show a star: its notches are the firs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AutoencoderTask:
-    """What differs between the auto-encoder of pictures and that of videos."""
+    """Differences between the auto-encoders of pictures and of videos."""
 
     build: Callable[[], nn.Module]
     scenes: Callable[[int, int], CaptionedDrawings]
@@ -49,7 +49,7 @@ def _decode_picture(vae: Any, latents: Tensor) -> Tensor:
 
 
 def _decode_video(vae: Any, latents: Tensor) -> Tensor:
-    """Decodes frame by frame, like `AutoencoderKLWan.decode`, but without its clamp, which would stop gradients."""
+    """Decode frame by frame, like `AutoencoderKLWan.decode`, but without its clamp, which would stop gradients."""
     vae.clear_cache()
     latents = vae.post_quant_conv(latents)
     frames = []
@@ -72,14 +72,14 @@ def _channel_statistics(latents: Tensor) -> dict[str, Any]:
 
 
 def _video_pixels(drawings: Drawings) -> Tensor:
-    """Draws whole clips: when the decoder is trained on shorter ones, its memory drifts in the frames that follow."""
+    """Draw whole clips: when the decoder is trained on shorter ones, its memory drifts in the frames that follow."""
     side = wan_model.SIDE_PX
     return draw(drawings, height=side, width=side, num_frames=wan_model.NUM_FRAMES)
 
 
 @torch.no_grad()
 def _initialise_gently(vae: Any) -> None:
-    """Gives the auto-encoder little sampling noise, and residual blocks that pass their input on."""
+    """Give the auto-encoder little sampling noise, and residual blocks that pass their input on."""
     moments = vae.quant_conv if isinstance(vae, AutoencoderKLWan) else vae.encoder.conv_out
     moments.weight[moments.weight.shape[0] // 2 :] *= 0.1
     moments.bias[moments.bias.shape[0] // 2 :] -= 4
@@ -112,7 +112,7 @@ TASKS = {
 
 
 def _emphasis(pixels: Tensor) -> Tensor:
-    """Returns weights (N, 1, ..., height, width) of mean 1, larger near edges: there a small star becomes a circle."""
+    """Return weights (N, 1, ..., height, width) of mean 1, larger near edges: there a small star becomes a circle."""
     frames = pixels.flatten(1, -3)  # max pooling takes channels and frames alike
     spread = functional.max_pool2d(frames, 5, 1, 2) + functional.max_pool2d(-frames, 5, 1, 2)
     weight = 1 + EDGE_WEIGHT * spread.view_as(pixels).amax(1, keepdim=True)
@@ -157,7 +157,7 @@ def _sample_rows(rows: Tensor, count: int) -> Tensor:
 
 
 def _trainable(vae: Any, *, decoder_only: bool) -> None:
-    """Freezes the encoder if asked to, so that a transformer trained on its latents stays valid."""
+    """Freeze the encoder if asked to, so that a transformer trained on its latents stays valid."""
     if decoder_only:
         for part in (vae.encoder, vae.quant_conv):
             if part is not None:
@@ -165,7 +165,7 @@ def _trainable(vae: Any, *, decoder_only: bool) -> None:
 
 
 def train(budget: Budget, args: argparse.Namespace) -> None:
-    """Trains, measures the latents' statistics and writes `out/vae` in diffusers' layout (float32)."""
+    """Train, measure the latents' statistics and write `out/vae` in diffusers' layout (float32)."""
     prepare(args.seed)
     task, (device, graph) = TASKS[args.model], device_of(args)
     drawings = task.scenes(NUM_SCENES if device == "cuda" else 1000, args.seed).drawings.to(device)

@@ -1,4 +1,4 @@
-"""The application under random kills, with clients that go away: what becomes of each request.
+"""The application under random kills, with clients that go away: the outcome of each request.
 
     python -m benchmarks.faults [--minutes 10] [--requests 1000] [--policy shortest] [--every-s 20] [--seed 1]
 

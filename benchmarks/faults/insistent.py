@@ -23,7 +23,7 @@ MAX_CHARS = 300
 
 @dataclass(kw_only=True, slots=True)
 class Answer:
-    """Answers to one client: the failures before its picture, and when it had it (None: never)."""
+    """Answers to one client: the failures before its picture, and the time of the picture (None: never)."""
 
     refusals: list[str] = field(default_factory=list)
     said: dict[str, str] = field(default_factory=dict)
@@ -113,7 +113,7 @@ class Health:
             yield
 
     def outages(self, since_s: float) -> list[tuple[float, float]]:
-        """Return from when to when it was not 200; the last one may go on."""
+        """Return begin and end of each time without a 200; the last one may go on."""
         found: list[tuple[float, float]] = []
         is_well = True
         for at_s, status in self.looks:

@@ -27,7 +27,7 @@ KINDS = {
     "controller": "ray::ServeController",
     "haproxy": "haproxy",
 }
-"""How their titles begin, without folders, while they start as well."""
+"""Beginnings of their titles, without folders, also while they start."""
 STOPPED_FOR_S = 20.0
 """A stopped process continues after that, unless it was ended."""
 
@@ -132,7 +132,7 @@ def _aim(application: Application, model: str, kind: str, number: signal.Signals
 
 
 def _aim_at_both(application: Application, model: str, number: signal.Signals) -> Aim:
-    """The controller cannot notice that the gang is lost."""
+    """Strike controller and rank at once: the controller cannot notice that the gang is lost."""
 
     def aim() -> Strike:
         controller, rank = (find(application, model, kind) for kind in ("controller", "rank"))
@@ -142,7 +142,7 @@ def _aim_at_both(application: Application, model: str, number: signal.Signals) -
 
 
 def _aim_at_a_start(application: Application, model: str, number: signal.Signals) -> Aim:
-    """A rank is killed, and the new ranks are struck as soon as they are seen."""
+    """Kill a rank, and strike the new ranks as soon as they are seen."""
 
     def aim() -> Strike:
         rank = find(application, model, "rank")

@@ -1,4 +1,4 @@
-"""Every fault once, with clients beside it: what each is answered, and after how many seconds.
+"""Every fault once, with clients beside it: the answer to each, and after how many seconds.
 
     python -m benchmarks.faults.matrix [--seconds 600] [--config laptop] [--set KEY=VALUE] [--folder FOLDER]
                                        [--model FLUX.1-dev] [--steps 20] [--only WORD ...] [--out FILE]
@@ -189,7 +189,7 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def settled(application: Application, health: Health, counts: Mapping[str, int]) -> bool:
-    """Wait until health has been 200 and no process has been missing for ``SETTLED_S``; return whether that came."""
+    """Wait until health was 200 and no process was missing for ``SETTLED_S``; return False if this takes too long."""
     end_s, whole_since_s = time.monotonic() + SETTLED_WITHIN_S, time.monotonic()
     while (now_s := time.monotonic()) < end_s:
         found = processes_of(application.process)
@@ -203,7 +203,7 @@ def settled(application: Application, health: Health, counts: Mapping[str, int])
 
 
 def table(document: dict[str, Any]) -> Iterator[str]:
-    """Yield one Markdown table of all rows, and the faults that there was no time for."""
+    """Yield one Markdown table of all rows, and the faults that were left out for lack of time."""
     yield f"{document['model']}: {document['lone_s']} s alone\n"
     yield HEAD
     yield "|---|---|---|---|---|---|"

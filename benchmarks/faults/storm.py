@@ -121,7 +121,7 @@ class Peace:
     """Processes before the storm."""
 
     async def broken(self) -> list[str]:
-        """Wait until all is well. Return what is not in time."""
+        """Wait until all is well. Return the faults that are left when the time is over."""
         looks: dict[str, Callable[[], Awaitable[str]]] = {
             "health": self._unhealthy,
             "processes": self._other_processes,
@@ -175,7 +175,7 @@ class Peace:
 
 
 async def _last_word(look: Callable[[], Awaitable[str]]) -> str:
-    """Return "" as soon as ``look`` does, else what it returns when the time is over."""
+    """Return "" as soon as ``look`` does, else its result when the time is over."""
     end_s, word = time.monotonic() + WITHIN_S, "no answer"
     while word and time.monotonic() < end_s:
         try:

@@ -5,9 +5,9 @@
     python -m benchmarks.load --config gpu2 --set denoiser.elastic=true --policies shortest,fair --load 0.75 0.9
 
 Without ``--url`` it starts ``--config``, with ``--set`` and ``--folder`` (``benchmarks.serving.settings``), once under
-each of ``--policies``. What the application measures and decides is kept from policy to policy (with ``--data-dir``
-also for the next run). A ``--load`` is the share of the time in which the requests, one after the other, would keep the
-application busy; several are sent one after the other.
+each of ``--policies``. The application keeps measured times and decisions from policy to policy (with
+``--data-dir`` also for the next run). A ``--load`` is the share of the time in which the requests, one after the other,
+would keep the application busy; several are sent one after the other.
 
 First the lone time of each class is measured, except for classes in ``--alone``. A deadline is ``--scale`` times that;
 under the policy ``deadline`` requests carry it. A key is read from TROUPE_API_KEY. A server that is started here can be
@@ -92,7 +92,7 @@ def arrivals_of(mix: Mix, arguments: argparse.Namespace, lone_s: LoneTimes, load
 
 
 def classes_of(mix: Mix, arguments: argparse.Namespace) -> tuple[RequestClass, ...]:
-    """Return all classes for a load, which depends on their lone times; otherwise those that come."""
+    """Return all classes for a load, which depends on their lone times; otherwise those that arrive."""
     if arguments.load:
         return mix.classes
     come = {one.kind.name for one in arrivals_of(mix, arguments, {})}

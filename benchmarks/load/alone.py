@@ -50,7 +50,7 @@ async def measured(
 ) -> dict[str, float]:
     """Return the median of ``num`` requests of each class after a first one. RuntimeError if one is not answered.
 
-    With ``num=0`` the first requests alone are sent, so that later ones find all that is made once for a size.
+    With ``num=0`` only the first requests are sent, so that later ones find all that is made once for a size.
     """
     async with httpx.AsyncClient(
         base_url=url, timeout=TIMEOUT_S, headers=headers, trust_env=uses_proxies(url)

@@ -75,8 +75,10 @@ def _link(folder: Path, other: str) -> None:
 
 
 def write_vae(name: str, folder: Path, device: torch.device) -> None:
-    """Writes what a decoder reads of the published model ``name``: configurations, and an auto-encoder made on
-    ``device`` in bfloat16."""
+    """Write the files that a decoder reads of the published model ``name``: configurations and an auto-encoder.
+
+    The auto-encoder is made on ``device`` in bfloat16.
+    """
     published = resolve_configuration(name)
     shutil.copytree(published, folder)
     with torch.device(device), default_dtype(torch.bfloat16):
@@ -86,7 +88,7 @@ def write_vae(name: str, folder: Path, device: torch.device) -> None:
 
 
 def letters(max_length: int = USUAL_LENGTH) -> Any:
-    """A tokenizer with one token for each letter, for prompts of at most ``max_length``."""
+    """Return a tokenizer with one token for each letter, for prompts of at most ``max_length``."""
     from tokenizers import Regex, Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
@@ -110,7 +112,7 @@ def _is_tokenizer(published: Path, part: str) -> bool:
 
 
 def diffusers_model(published: Path, part: str) -> Any:
-    """A part with random weights, by the configuration of the folder ``published``."""
+    """Return a part with random weights, by the configuration of the folder ``published``."""
     library, class_name = read_index(published)[part]
     module = "diffusers" if library == "diffusers" else f"diffusers.pipelines.{library}"
     model = getattr(import_module(module), class_name).from_config(dict(read_config(published, part)))
@@ -213,8 +215,8 @@ LENGTHS: Mapping[str, Mapping[str, int]] = {
         for name in (*TWO_CLIPS, "stable-diffusion-xl-base-1.0")
     },
 }
-"""What tokenizers cut prompts to by model and part, where it is not the usual length."""
+"""Length at which tokenizers cut prompts, by model and part, where it is not the usual one."""
 UNGUARDED: Mapping[str, Mapping[str, Any]] = {
     name: {"enable_safety_checker": False} for name in ("Cosmos3-Nano", "Cosmos3-Super")
 }
-"""Settings of the pipeline: what a guardrail makes of noise tells nothing."""
+"""Settings of the pipeline. A guardrail is off: its verdict about noise means nothing."""

@@ -189,7 +189,7 @@ def _usual_size(defaults: Defaults, device: torch.device) -> Size:
 
 
 def _usual_tokens(defaults: Defaults) -> int:
-    """Return 0 if a model has its own number."""
+    """Return the usual number of tokens, or 0 if a model has its own."""
     return PICTURE_TOKENS if defaults.kind == "image" else defaults.max_tokens
 
 

@@ -1,6 +1,6 @@
 """A peer's step captured whole in one CUDA graph: the time of its kernels without Python between them.
 
-That is the best that a project's own graphs can give, whether it has any or not.
+This is the best that graphs of a project's own can give. It need not have any.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SUFFIX = "-captured"
 """End of the names of makers whose steps are captured."""
 NUM_WARM_UP_STEPS = 3
 MAX_ERROR = 0.01
-"""Between a replay and the eager step, which run the same kernels."""
+"""Relative error between a replay and the eager step, which run the same kernels."""
 NUM_PLACES = 3
 """Places in the code that an error names."""
 
@@ -31,7 +31,7 @@ class CapturedPeer:
     graph: Any
     answer: Tensor
     error: float
-    """Relative to the answer of the eager step."""
+    """Error relative to the answer of the eager step."""
 
     def __call__(self) -> Tensor:
         self.graph.replay()

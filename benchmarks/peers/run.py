@@ -4,7 +4,7 @@
 
 ``--stages`` are runs and lists of ``runs.yaml``, in order; by default all that this host has GPUs for. A run begins as
 soon as enough GPUs are free, so smaller ones run at the same time (``runs_beside`` in their results). One that fails or
-hangs costs no other. One for which no time is left is skipped and named. CUDA_VISIBLE_DEVICES chooses the GPUs.
+hangs harms no other. Without time left for it, a run is skipped and named. CUDA_VISIBLE_DEVICES chooses the GPUs.
 
 Peers come from PYTHONPATH, then from archives in their order, then from what is installed. An archive is for hosts
 without a package index:
@@ -203,7 +203,7 @@ def gather(work: Path, out: Path, beside: Mapping[str, int]) -> None:
 
 
 def collect(work: Path, beside: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Yield all results with what their runs say of themselves, and how many ran on other GPUs at the same time."""
+    """Yield all results with the facts of their runs, and how many ran on other GPUs at the same time."""
     for path in sorted(work.glob("*.json")):
         for result in results_in(path):
             error = {"error": result["error"].replace(f"{ROOT}/", "")[-ERROR_SAID:]} if "error" in result else {}
@@ -212,7 +212,7 @@ def collect(work: Path, beside: Mapping[str, int]) -> Iterator[dict[str, Any]]:
 
 
 def results_in(path: Path) -> list[dict[str, Any]]:
-    """Return what a run has written: nothing if it wrote nothing, or was stopped as it wrote."""
+    """Return a run's results: none if it wrote nothing, or was stopped while it wrote."""
     try:
         document = json.loads(path.read_text())
     except (FileNotFoundError, json.JSONDecodeError):

@@ -46,7 +46,7 @@ def loaded(
     precision: str = "native",
     weights: Mapping[str, Tensor] | None = None,
 ) -> Any:
-    """Return one of its transformers with the parameters of ``module``. What it stacks, casts or quantises is a copy.
+    """Return one of its transformers with the parameters of ``module``. It copies those that it changes.
 
     ``compiled``: "whole" is its ``--enable-torch-compile``, "blocks" also its ``--regional-compile``, "graphs" its
     ``--enable-breakable-cuda-graph``, "" its default. ``precision`` "fp8" is its ``--quantization fp8``.
@@ -201,7 +201,7 @@ def _make_kernels_importable() -> None:
 
 
 def _refuse(name: str) -> Callable[..., Any]:
-    """Stand for something that is imported and not called."""
+    """Replace a function that is imported and not called."""
     if name.startswith("__"):
         raise AttributeError(name)
 
@@ -266,7 +266,7 @@ def _attention_of(flash: Any) -> Callable[..., Any]:
 
 
 class Arguments(SimpleNamespace):
-    """Arguments of a server or a request. Those that are not set are None."""
+    """Arguments of a server or a request. Unset ones are None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -20,7 +20,7 @@ class GraphedTransformer:
     """One of its transformers behind its graphs, called as its stage of denoising does (``_bcg_run``).
 
     A call fills prompts up to a bucket and replays. The first call of its shapes captures, as a request of the warm-up
-    does. What else the transformer has is found here as well.
+    does. Other attributes are the transformer's.
     """
 
     def __init__(self, transformer: Any) -> None:

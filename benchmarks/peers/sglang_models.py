@@ -45,7 +45,7 @@ FLUX3_NAMES = {
     r"^proj_out": "final_layer.image.linear",
     r"^norm_out\.linear": "final_layer.image.adaLN_modulation.1",
 }
-"""Patterns of diffusers' names of weights, and what the checkpoints say instead."""
+"""Patterns of diffusers' names of weights, and the checkpoints' names."""
 MINIMAX = "MiniMaxH3Transformer3DModel"
 MINIMAX_STAGES = "sglang.multimodal_gen.runtime.pipelines_core.stages.model_specific_stages.minimax_h3"
 

@@ -70,7 +70,7 @@ def _plan_of_flux() -> dict[str, Any]:
 
 
 def _cut_by_its_plan(transformer: Any, layout: ParallelSpec) -> None:
-    """Divide the transformer by its plan. What is outside the plan's modules is whole on each rank.
+    """Divide the transformer by its plan. Modules outside the plan are whole on each rank.
 
     Each forward begins as the first of a request. Hooks of Wan's plan count two divisions and one gather, so the count
     grows with the forwards, and blocks that were compiled for a count are compiled again, or run eagerly.
@@ -156,7 +156,7 @@ def _ltx2(transformer: Any, own: Mapping[str, Any]) -> Call:
 
 
 def _minimax(transformer: Any, own: Mapping[str, Any]) -> Call:
-    """Prepare a call. What its pipeline makes anew each step from unchanged positions is made once."""
+    """Prepare a call. Values that its pipeline computes at each step from unchanged positions are computed once."""
     loop = importlib.import_module("vllm_omni.diffusion.models.minimax_h3.denoise_loop")
     branch = loop.MiniMaxH3DenoiseBranch(**packed_clip(own), device=own["hidden_states"].device)
     times = dict.fromkeys(("t_video", "t_audio", "imgvid_cond_timestep", "audio_ref_cond_timestep"), packed_time(own))

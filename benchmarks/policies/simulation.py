@@ -72,7 +72,7 @@ class Simulation:
     policy: Policy
     prediction: StepPrediction | None = None
     keeps_records: bool = True
-    """Whether the next three fields have entries of all pictures; else ``latencies_s`` alone, until ``pop_done``."""
+    """True if the next three fields have entries of all pictures; else ``latencies_s`` alone, until ``pop_done``."""
     latencies_s: dict[int, float] = field(default_factory=dict)
     """Without the refused."""
     predicted_s: dict[int, float] = field(default_factory=dict)

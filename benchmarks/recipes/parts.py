@@ -98,7 +98,7 @@ def attention(served: Served) -> Iterator[Document]:
 def loras(served: Served) -> Iterator[Document]:
     """Add a recipe's adapter under another name while requests run. Then ask for it with the recipe's settings.
 
-    The pixels must be the recipe's. Files differ, since they name what was asked for.
+    The pixels must be the recipe's. Files differ, since they name the request.
     """
     way, *_ = served.with_adapters
     expected = served.firsts.get(way) or served.make(way)

@@ -41,7 +41,7 @@ class Made:
 
 @dataclass(kw_only=True)
 class Served:
-    """The application, and how its only model is asked."""
+    """The application, and the form of requests for its only model."""
 
     application: Application
     client: Client
@@ -49,7 +49,7 @@ class Served:
     fields: Mapping[str, Any] = field(default_factory=dict)
     """Size of a request."""
     num_steps: int = 0
-    """Steps of ways that bring none; 0: the model's default."""
+    """Steps of ways without a number of steps; 0: the model's default."""
     repeats: int = 3
     firsts: dict[str, Made] = field(default_factory=dict)
     """The first answer of each way."""
@@ -95,7 +95,7 @@ class Served:
         return all(one.data == self.firsts[one.way].data for one in made)
 
     def _own_steps(self, way: str) -> int:
-        """Return the number of steps that a recipe brings; 0 if it brings none."""
+        """Return the recipe's number of steps; 0 if it has none."""
         own = self.recipes.get(way, {})
         return len(own.get("sigmas") or own.get("timesteps") or ()) or int(own.get("num_inference_steps") or 0)
 

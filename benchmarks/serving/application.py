@@ -29,9 +29,9 @@ STOPPED_WITHIN_S = 60.0
 POLL_S = 0.5
 """Interval of health checks while it starts: each takes it some 20 ms of CPU."""
 GONE_WITHIN_S, LOOK_EVERY_S, SETTLED_S = 120.0, 0.2, 3.0
-"""Until a gang without work has ended, its processes are looked at, and Serve has forgotten it."""
+"""Time for a gang without work to end, its processes to be looked at, and Serve to forget it."""
 REST_CORES, REST_LOOKS, LOOK_S = 0.5, 3, 1.0
-"""It is at rest if it uses fewer cores than that in this many samples in a row."""
+"""The application is at rest if it uses fewer cores than that in this many samples in a row."""
 AT_REST_WITHIN_S = 120.0
 LOGS = "tr_*/r/session_2*/logs"
 
@@ -116,8 +116,8 @@ def serving(
 ) -> Iterator[Application]:
     """Run ``troupe serve`` with ``config``. Yield it when it is ready, and end it with all its processes by SIGTERM.
 
-    It also ends if this program gets a SIGTERM (background jobs get no Ctrl-C). What it measures and decides is kept in
-    ``data_dir``, or forgotten without one. With ``keys`` it asks for API keys. An error has a note with the message of
+    It also ends if this program gets a SIGTERM (background jobs get no Ctrl-C). Its measurements and decisions stay in
+    ``data_dir``, or are lost without one. With ``keys`` it asks for API keys. An error has a note with the message of
     a process that had no memory left. TimeoutError if it is not ready in time. Its logs are copied to ``keep_logs_in``
     before its end, also those of a start that failed.
     """

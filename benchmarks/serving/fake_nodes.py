@@ -89,7 +89,7 @@ class FakeCluster:
         return {one["replica_id"]: one["node_id"] for one in self.replicas(deployment) if one["state"] == "RUNNING"}
 
     def replicas(self, deployment: str) -> list[dict[str, Any]]:
-        """Return what Serve reports of the replicas of a deployment, those that start and end included."""
+        """Return Serve's reports of a deployment's replicas, also of those that start or end."""
         answer = httpx.get(f"{self.dashboard}/api/serve/applications/", timeout=TIMEOUT_S, trust_env=False).json()
         found = answer["applications"]["troupe"]["deployments"].get(deployment, {"replicas": []})
         replicas: list[dict[str, Any]] = found["replicas"]

@@ -168,7 +168,7 @@ def variables_of(shared: Path) -> dict[str, str]:
 def spawn(command: Sequence[str], environment: Mapping[str, str], log: Path, folder: Path) -> subprocess.Popen[bytes]:
     """Start ``command`` in a session of its own.
 
-    Its ``folder`` is none with sources: workers would import from it before all that their environment names.
+    Its ``folder`` has no sources: workers would import from it before all paths of their environment.
     """
     with log.open("w") as file:
         return subprocess.Popen(

@@ -82,18 +82,18 @@ class GangRecord:
 
 @dataclass(slots=True)
 class Recording:
-    """What was seen of a cluster."""
+    """Gangs and nodes of a cluster over time."""
 
     begin_s: float = 0.0
     gangs: dict[str, GangRecord] = field(default_factory=dict)
     """All gangs in order of appearance."""
     nodes_s: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """When each node was seen first and last."""
+    """Times at which each node was seen first and last."""
     moments: list[tuple[float, int, int]] = field(default_factory=list)
     """Time from ``begin_s``, number of running gangs and number of nodes, as in ``Observed``."""
 
     def look(self, cluster: FakeCluster, now_s: float) -> None:
-        """Note the gangs and nodes of this moment."""
+        """Record the current gangs and nodes."""
         replicas = {one["replica_id"]: one for one in cluster.replicas(GANGS)}
         nodes = [node.node_id for node in cluster.workers()]
         self.nodes_s |= {name: (self.nodes_s.get(name, (now_s,))[0], now_s) for name in nodes}
@@ -174,7 +174,7 @@ def measured(cluster: FakeCluster, url: str, arrivals: Sequence[Arrival]) -> tup
 
 
 def compare(num_waves: int, wave_s: float, load: float, seed: int) -> Comparison:
-    """Run the cluster under the load, and the simulation with what was measured."""
+    """Run the cluster under the load, and the simulation with the measured times."""
     arrivals = trace(num_waves, wave_s, load, seed)
     with running_cluster() as (cluster, url):
         recording, outcomes = measured(cluster, url, arrivals)

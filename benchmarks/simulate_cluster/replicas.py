@@ -49,7 +49,7 @@ class ClusterNode:
 
 
 class SimulatedReplica(ABC):
-    """A gang on the clock of its caller, which tells it every time."""
+    """A gang that runs on its caller's clock."""
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class SimulatedReplica(ABC):
         now_s: float,
         policy: str = "shortest",
     ) -> None:
-        """``step_s``: seconds of a step by size."""
+        """Create a gang. ``step_s`` has the seconds of a step by size."""
         self.name, self.number, self.node, self.now_s = name, number, node, now_s
         self.jobs: dict[int, PictureJob] = {}
         self.is_running = self.is_draining = False
@@ -97,12 +97,12 @@ class SimulatedReplica(ABC):
         return jobs
 
     def load(self) -> GangLoad:
-        """Return what it reports to the router."""
+        """Return its report to the router."""
         jobs = {str(number): OpenWork(left_s, left_s) for number, left_s in self._left_s().items()}
         return GangLoad(jobs=jobs, step_s=self._warm_step_s)
 
     def report(self) -> GangReport:
-        """Return what it reports to the autoscaling policy."""
+        """Return its report to the autoscaling policy."""
         num_arrived, arrived_s, arrived_s2 = self._sums
         return GangReport(
             backlog_s=sum(self._left_s().values()),
@@ -164,7 +164,7 @@ class JobReplica(SimulatedReplica):
     """A gang with the policy of a real one, which orders whole jobs. It takes less time to simulate."""
 
     first: PictureJob | None
-    """The job that is worked on."""
+    """The current job."""
 
     @cached_property
     def _policy(self) -> Policy:

@@ -71,7 +71,7 @@ class Turns(Protocol):
         ...
 
     def moved(self, name: str, *, is_awake: bool, now_s: float) -> None:
-        """Take note that a model is awake, or asleep."""
+        """Record that a model is awake, or asleep."""
         ...
 
     def next_s(self, now_s: float) -> float | None:

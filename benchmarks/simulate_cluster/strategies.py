@@ -48,7 +48,7 @@ class ByWork(LessLoaded):
     _stats: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def target(self, now_s: float, cluster: Cluster) -> int:
-        """See ``Strategy.target``. As in Ray Serve, the policy sees what gangs reported at the last decision.
+        """See ``Strategy.target``. The policy sees the gangs' reports of the last decision, as in Ray Serve.
 
         Serve starts the first gang itself and asks again when it runs. It ends none while a request is open.
         """
@@ -73,7 +73,7 @@ class ByWork(LessLoaded):
         return by_name[ranked[0]] if ranked else LessLoaded.choose(self, now_s, running, job)
 
     def _report(self, now_s: float, running: Sequence[SimulatedReplica]) -> None:
-        """Let the router hear of gangs: of new ones at once, of others in turn (``REPLICAS_PER_REPORT_S``)."""
+        """Report gangs to the router: new ones at once, others in turn (``REPLICAS_PER_REPORT_S``)."""
         num_turns = -(-self.rules.max_gangs // REPLICAS_PER_REPORT_S)
         turn = round(now_s / self.every_s) % num_turns
         self._stats = {

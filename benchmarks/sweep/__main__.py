@@ -55,7 +55,7 @@ def cases(arguments: argparse.Namespace) -> Generator[Case]:
 
 
 def measured(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """ValueError, RuntimeError and the like say why it cannot be."""
+    """Measure the model on ``ranks`` GPUs. ValueError, RuntimeError and the like give the reason of a failure."""
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         raise ValueError(f"{ranks} GPUs are asked for, {torch.cuda.device_count()} are here")
     asked, turn = Asked.of(arguments), turn_of(arguments.lock)
@@ -71,7 +71,7 @@ def measured(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, 
 
 
 def lone(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
-    """In processes of their own, whose memory is free afterwards. RuntimeError says what they said."""
+    """Measure in separate processes, whose memory is free afterwards. RuntimeError has their last line."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     lock = ["--lock", str(arguments.lock)] if arguments.lock else []
     command = [sys.executable, *launch, "-m", LONE, name, *Asked.of(arguments).words(), *lock]

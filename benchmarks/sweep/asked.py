@@ -29,7 +29,7 @@ MOST_SAID = 1000
 PATHS = re.compile(rf"(?:/tmp|{re.escape(str(Path.cwd()))})/[^\s:,]+")
 """Files of one machine, whose folders say nothing to others."""
 Case = tuple[Mapping[str, Any], Callable[[Result], None]]
-"""Keys of a result, and what adds all else to it as it comes: an error leaves what came before it."""
+"""Keys of a result, and a function that adds the rest step by step: an error leaves what is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,7 +74,7 @@ def cases(arguments: argparse.Namespace) -> Generator[Case]:
 
 
 def measure(result: Result, name: str, gb: float, folder: Callable[[], Path], arguments: argparse.Namespace) -> None:
-    """Add to ``result`` what is known, as it comes: an error leaves what came before it.
+    """Add each measurement to ``result`` at once: an error leaves the earlier ones.
 
     ValueError if the model does not fit the card, or the disk.
     """
@@ -106,7 +106,7 @@ def log_folder(name: str, gb: float, arguments: argparse.Namespace) -> Path | No
 
 
 def about(document: dict[str, Any]) -> dict[str, Any]:
-    """Return what a budget predicts, without its settings."""
+    """Return a budget's predictions, without its settings."""
     return {key: document[key] for key in ("estimated_gib", "host_gib", "extra_s", "is_lossy", "figures")}
 
 

@@ -22,7 +22,7 @@ class Kept:
     path: Path
 
     def results(self) -> Iterator[Result]:
-        """Yields them in their order, without a line that a program was killed in."""
+        """Yield the results in their order, without a line that a killed program left incomplete."""
         for line in self.path.read_text().splitlines() if self.path.exists() else ():
             if line.endswith("}"):
                 yield json.loads(line)

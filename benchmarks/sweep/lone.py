@@ -40,9 +40,9 @@ from pipelines.request import MediaRequest
 def measured(
     name: str, asked: Asked, device: torch.device, dtype: torch.dtype, turn: AbstractContextManager[Any]
 ) -> dict[str, Any]:
-    """``name`` is a published model or a folder. All ranks make the call; decoding is the first one's.
+    """Measure ``name``, a published model or a folder. All ranks make the call; the first one decodes.
 
-    Everything that is timed happens inside ``turn``, which the first rank takes.
+    All timed work happens inside ``turn``, which the first rank takes.
     """
     defaults = Checkpoint.of_configuration(name).defaults
     size = asked.size_of(defaults)
@@ -102,7 +102,7 @@ class Job:
 def decoded(
     name: str, latents: Mapping[str, Any], request: MediaRequest, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """How long decoding took, the second time; or why it cannot be done, which leaves the rest as it is."""
+    """Return time and memory of a second decode, or the reason why decoding failed."""
     with tempfile.TemporaryDirectory(prefix="troupe_sweep_", dir="/tmp") as scratch:
         try:
             folder = Path(name) if Path(name).is_dir() else Path(scratch) / "vae"

@@ -6,8 +6,7 @@ It leaves BYTES, by plain allocations, and watches what is free until its standa
 JSON when it holds the rest, and one at its end. Its own CUDA context is part of what it holds. All processes of an
 application share what is left, as on a card of that size: their contexts, libraries and captured graphs count.
 
-What is not as on such a card: ``total_memory`` of the device is the larger GPU's, and so are the speed, and the size
-of a context.
+Three things are the larger GPU's: ``total_memory`` of the device, the speed, and the size of a context.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ NUM_REPEATS = 2
 EVERY_S = 0.5
 MEMORY_QUERY = ("nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits")
 CAPTURED = "captured a step"
-"""What a rank says in its log."""
+"""Line of a rank's log."""
 
 
 def measured(folder: Path, ranks: int, asked: Asked, turn: AbstractContextManager[Any]) -> dict[str, Any]:
-    """Return what the application says of its own times, in milliseconds. It is asked inside ``turn``.
+    """Return the application's own times in milliseconds. The requests run inside ``turn``.
 
     Raises:
         RuntimeError: It does not make one of the pictures or clips.
@@ -79,7 +79,7 @@ def memory_of(application: Application) -> Iterator[dict[str, float]]:
 
 
 def held_mib_by_gpu(pids: Set[int], query: Sequence[str]) -> dict[str, int]:
-    """Return MiB that the processes ``pids`` hold, by GPU, as ``query`` says; nothing where it cannot be run."""
+    """Return MiB that the processes ``pids`` hold, by GPU, as ``query`` reports; nothing where it cannot run."""
     try:
         said = subprocess.run(query, capture_output=True, text=True, check=True).stdout
     except (FileNotFoundError, subprocess.CalledProcessError):
@@ -121,7 +121,7 @@ def made(
 
 
 def config_of(folder: Path, ranks: int) -> ServeConfig:
-    """One gang; on GPUs encoder and decoder share the first one's memory with a rank."""
+    """Return a configuration of one gang; on GPUs encoder and decoder share the first one's memory with a rank."""
     on_gpu = torch.cuda.is_available()
     share: dict[str, Any] = {"num_cpus": 1, "num_gpus": 0.1, "num_threads": 4} if on_gpu else {}
     gang: dict[str, Any] = {"num_ranks": ranks, "engine": "torch", "start_deadline_s": 900}

@@ -31,11 +31,11 @@ class BatchRecord:
     input_file_id: str
     """File with a request a line."""
     created_at: int
-    """When the client made it."""
+    """Unix time at which the client created it."""
     expires_at: int
-    """When requests that have not begun are given up."""
+    """Unix time at which requests that have not begun are given up."""
     status: BatchStatus = "validating"
-    """Where it is; OpenAI's values."""
+    """State, as one of OpenAI's values."""
     metadata: dict[str, str] | None = None
     """The client's own; None: it sent none."""
     errors: list[dict[str, Any]] = field(default_factory=list)
@@ -51,7 +51,7 @@ class BatchRecord:
     error_file_id: str | None = None
     """File of the errors; None before the end, or without any."""
     times: dict[str, int] = field(default_factory=dict)
-    """When each status began, by the name of the status."""
+    """Unix time at which each status began, by its name."""
 
     @property
     def is_open(self) -> bool:
@@ -69,7 +69,7 @@ class FileRecord:
     filename: str
     """Name that the client gave."""
     purpose: str
-    """What it may be used for, such as "batch" and "user_data"."""
+    """Purpose, such as "batch" and "user_data"."""
     num_bytes: int
     """Size of the content."""
     created_at: int

@@ -39,9 +39,9 @@ class Finding:
     """One line of the report."""
 
     subject: str
-    """What it is about."""
+    """Subject of the finding."""
     detail: str
-    """What was found, and what to do if it is wrong."""
+    """Result of the check, and the remedy if it is wrong."""
     ok: bool | None = None
     """None for facts without a judgement."""
 
@@ -267,7 +267,7 @@ def _privacy() -> list[Finding]:
 
 
 def _environment() -> list[Finding]:
-    """Return what this machine and environment do not allow, whatever is served."""
+    """Return the faults of this machine and environment that affect every application."""
     from deployments.cli.preflight import environment_problems
     from deployments.cli.serving import load_config
 

@@ -34,9 +34,9 @@ class Attempt:
     studio: Studio
     """Makes the clip."""
     claims: Claims
-    """Where progress and end are written."""
+    """Store of progress and end."""
     folders: ClipFolders | ClipObjects
-    """Where the file is written."""
+    """Store of the file."""
     settings: ClipSettings
     """Intervals and number of attempts."""
     times: MeasuredTimes
@@ -56,7 +56,7 @@ class Attempt:
     _decode_s: float | None = field(default=None, init=False)
     """Predicted seconds from the last step to the file; None: unknown."""
     _made_s: float = field(default_factory=lambda: time.monotonic(), init=False)
-    """When the attempt began, by the monotonic clock."""
+    """Begin of the attempt, by the monotonic clock."""
 
     async def run(self) -> None:
         """Make the clip or record its failure. On cancellation, requeue the clip and raise."""

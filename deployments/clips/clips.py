@@ -52,7 +52,7 @@ class Clips:
         self._studio = studio
         self._settings = settings
         self.bucket = Bucket(settings.storage) if settings.storage else None
-        """Where files are kept, unless they are in the data directory."""
+        """Place of files, unless they are in the data directory."""
         folders = ClipFolders(root=settings.data_dir / "videos")
         self._folders = folders if self.bucket is None else ClipObjects(bucket=self.bucket)
         self.database = Database(settings.url)

@@ -25,9 +25,9 @@ class ClipError:
     """The failure of a clip."""
 
     code: str
-    """For programs."""
+    """Code for programs."""
     message: str
-    """For people."""
+    """Explanation for people."""
     retry_after_s: float | None = None
     """Seconds after which a new request may succeed; None: unknown."""
     gpu_s: float | None = None
@@ -43,11 +43,11 @@ class ClipRecord:
     number: int
     """Order of creation."""
     request: MediaRequest
-    """What is made."""
+    """Request for the clip."""
     seconds: str
     """Duration of the clip, as text."""
     status: ClipStatus
-    """Where it is; OpenAI's values."""
+    """State, as one of OpenAI's values."""
     progress: int
     """0 to 100."""
     num_previews: int
@@ -55,13 +55,13 @@ class ClipRecord:
     attempts: int
     """Runs that have begun."""
     created_at_s: float
-    """When the client asked for it."""
+    """Unix time of the client's request."""
     completed_at: int | None
-    """When it ended; None before."""
+    """Unix time of its end; None before."""
     error: ClipError | None
     """Why it failed; None if it did not."""
     timings: StageTimes | None
-    """Where the time went; None before the end."""
+    """Times of its stages; None before the end."""
     key_hash: str = ""
     """Hash of the API key that it is of; empty without keys."""
     webhook: Webhook | None = None

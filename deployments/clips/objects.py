@@ -39,7 +39,7 @@ class StoredObject:
     """An object as it was when it was looked up."""
 
     bucket: Bucket
-    """Where it is."""
+    """Bucket of the object."""
     name: str
     """Its key in the bucket."""
     num_bytes: int
@@ -61,7 +61,7 @@ class StoredObject:
         return self.bucket.read(self.name)
 
     def open(self) -> Any:
-        """Return it as an open file, which reads the ranges that it is asked for."""
+        """Return it as an open file, which reads only the requested ranges."""
         with self.bucket.available():
             options = {"block_size": BLOCK_BYTES, "cache_type": "readahead"}
             return self.bucket.files.open(self.bucket.path(self.name), "rb", **options)
@@ -198,7 +198,7 @@ class ClipObjects:
     """``ClipFolders`` in object storage: a prefix for each clip. Raises StorageLostError."""
 
     bucket: Bucket
-    """Where the objects are."""
+    """Bucket of the objects."""
 
     def write(self, clip_id: str, variant: Variant, data: bytes) -> None:
         self.bucket.write(_name(clip_id, FILE_NAMES[variant]), data)
@@ -246,13 +246,13 @@ class ObjectOrphans:
     """Objects of clips without a record. The second look deletes them: a wrong database URL may be corrected."""
 
     bucket: Bucket
-    """Where the objects are."""
+    """Bucket of the objects."""
     patience_s: float
     """Interval at which all objects are listed."""
     _listed_s: float | None = field(default=None, init=False)
-    """When all objects were listed last; None: never."""
+    """Time of the last listing of all objects; None: never."""
     _is_new: bool = field(default=False, init=False)
-    """Whether they were listed since the last sweep."""
+    """True if they were listed since the last sweep."""
     _unknown_ids: set[str] = field(default_factory=set, init=False)
     """Ids without a record at the look before."""
 

@@ -120,7 +120,7 @@ class Orphans:
     patience_s: float
     """Age at which they are deleted."""
     _since_s: dict[Path, float] = field(default_factory=dict, init=False)
-    """When each was first seen."""
+    """Time at which each was first seen."""
 
     def folders(self) -> list[str]:
         """Return the ids that have a folder."""

@@ -28,7 +28,7 @@ class Webhook:
     """Receiver of messages about the end of a clip."""
 
     url: str
-    """Where they are posted."""
+    """Address of the messages."""
     secret: str = field(repr=False)
     """Signs them (Standard Webhooks): ``whsec_`` and base64."""
 
@@ -40,7 +40,7 @@ class KeyWebhook:
     key: str
     """The beginning of the key's SHA-256, or "*" for every key and for none."""
     url: str
-    """Where messages are posted."""
+    """Address of the messages."""
     secret: str = field(repr=False)
     """Signs them (Standard Webhooks): ``whsec_`` and base64."""
 

@@ -145,7 +145,7 @@ class SQLiteConnection(aiosqlite.Connection):
         self._is_stopped = False
 
     def stop(self) -> asyncio.Future[Any] | None:
-        """End the thread, and return what is done then; None if it was told before."""
+        """End the thread, and return what is done then; None if it was stopped before."""
         if self._is_stopped:
             return None
         self._is_stopped = True

@@ -83,7 +83,7 @@ class DeliveryRow(Base):
     not_before_s: Mapped[float] = mapped_column(Float(53), index=True)
     """No replica sends it before: until then another one does, or it waits after a failure."""
     ended_at_s: Mapped[float | None] = mapped_column(Float(53))
-    """When it was received or given up."""
+    """Unix time at which it was received or given up."""
 
 
 class FileRow(Base):

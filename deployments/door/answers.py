@@ -23,9 +23,9 @@ class Answer:
     status: int
     """HTTP status."""
     message: str
-    """For people."""
+    """Explanation for people."""
     code: str
-    """For programs."""
+    """Code for programs."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Further fields of the head."""
 

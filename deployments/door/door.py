@@ -1,4 +1,4 @@
-"""The supervised HAProxy process, which keeps listening whatever happens behind it."""
+"""The supervised HAProxy process, which listens at all times, also while the application is away."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ BACK = "back"
 MAX_RETRY_S = 3600
 """Longest ``Retry-After`` while the application is away."""
 BODY_DEADLINE_S = 30.0
-"""Where the application's own deadline is unknown."""
+"""Deadline where the application's own one is unknown."""
 CHECK_S = 3.0
 """Timeout of a health check of the application."""
 FULL_SHARE = 0.95
@@ -187,7 +187,7 @@ class Wiring:
     backend: tuple[str, int]
     """Host and port of Ray's proxy."""
     folder: Path
-    """Where configuration, error pages and sockets are written."""
+    """Folder of configuration, error pages and sockets."""
     trusted_proxies: Sequence[str] = ()
     """Addresses or networks whose ``X-Forwarded`` headers are believed."""
     allowed_origins: Sequence[str] = ()

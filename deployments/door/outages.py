@@ -1,4 +1,4 @@
-"""When the application is expected back, by how long it was away the last time."""
+"""Time at which the application is expected back, by the length of its last outage."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Outages:
 
     @property
     def back_s(self) -> int:
-        """When the application is expected, as a Unix time; 0 while it is there."""
+        """Unix time at which the application is expected; 0 while it is there."""
         return 0 if self._since_s is None else self._back_s
 
     def note(self, is_there: bool) -> bool:

@@ -24,7 +24,7 @@ JSON = "application/json"
 FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
 """The second is what aiohttp sends of a form without files, and with it the benchmark clients of other servers."""
 LARGE_BYTES = 1 << 18
-"""From here on JSON, which has pictures in it then, takes long enough to be read beside the event loop."""
+"""JSON from this size on has pictures in it, and takes long enough to be read beside the event loop."""
 
 
 async def read_json(request: Request, body_type: type[B]) -> B:

@@ -73,7 +73,7 @@ class _Body:
         return message
 
     async def receive_none(self) -> Message:
-        """Stands for ``receive`` where the body is known to be too large."""
+        """Refuse the body, in place of ``receive``, since it is known to be too large."""
         return self._refuse(ApiError(413, f"The body is larger than {self._max_bytes} bytes"))
 
     def _refuse(self, error: ApiError) -> Message:

@@ -47,7 +47,7 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ApiContext:
-    """What all routes share."""
+    """Services and settings that all routes share."""
 
     studio: Studio
     """Makes pictures and clips."""
@@ -64,7 +64,7 @@ class ApiContext:
     unpacking: Executor
     """Threads that decode pictures and clips."""
     accounts: Accounts
-    """What each API key uses."""
+    """Use of each API key."""
     key_limits: KeyLimitGuard
     """Limits of API keys, over all replicas."""
     known: KnownRequests

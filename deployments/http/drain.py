@@ -12,7 +12,7 @@ from deployments.http.admission import ALWAYS_ANSWERED
 from deployments.http.errors import ApiError
 
 LAST_WORDS_S = 5.0
-"""For answers to go out after the grace time."""
+"""Time for answers to go out after the grace time."""
 WATCHERS = "/events"
 """Streams of this path's end only watch: they are ended at once, and their clients look again."""
 
@@ -23,7 +23,7 @@ def stopping() -> ApiError:
 
 
 class Drain:
-    """Whether the application is to end, and the requests that it still works on."""
+    """Drain of the application at its end: whether it has begun, and the running requests."""
 
     def __init__(self) -> None:
         self._begun, self._over = asyncio.Event(), asyncio.Event()
@@ -34,7 +34,7 @@ class Drain:
         return self._begun.is_set()
 
     async def finish(self, grace_s: float) -> None:
-        """Refuses new requests from now on; returns when those under way have ended, or were cut after ``grace_s``."""
+        """Refuse new requests from now on. Return when the running ones have ended, or were cut after ``grace_s``."""
         self._begun.set()
         if self._running:
             await asyncio.wait(set(self._running), timeout=grace_s)

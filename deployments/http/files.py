@@ -33,7 +33,7 @@ class FileShelf:
     """
 
     folder: Path
-    """Where they are."""
+    """Folder of the pictures."""
     lifetime_s: float
     """Seconds after which a file is deleted."""
     max_bytes: int
@@ -75,7 +75,7 @@ class ObjectShelf:
     """``FileShelf`` in object storage. A name holds 96 random bits, and 32 of the hash of its API key."""
 
     bucket: Bucket
-    """Where the objects are."""
+    """Bucket of the objects."""
     lifetime_s: float
     """Seconds after which a file is deleted."""
     max_bytes: int
@@ -83,7 +83,7 @@ class ObjectShelf:
     signs: bool = False
     """Its URLs are signed ones of the storage."""
     _swept_s: float = field(default=-math.inf, init=False)
-    """When old objects were deleted last, by the monotonic clock."""
+    """Time of the last deletion of old objects, by the monotonic clock."""
 
     def put(self, data: bytes, suffix: str, key_hash: str = "") -> str:
         """Store ``data`` for a key's holder and return its name."""

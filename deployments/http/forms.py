@@ -21,9 +21,9 @@ MAX_FILES, MAX_FIELDS = 100, 100
 MAX_TEXT_BYTES = sys.maxsize
 """Limit of a text field, which may hold a picture; the limit of the whole body holds already."""
 A_FILE = "(a file)"
-"""In place of a file's content, where no field takes one."""
+"""Text in place of a file's content, where no field takes one."""
 BRACKETS = re.compile(r"\[(\d*|image_url|video_url|file_id|id)\]$")
-"""How clients write that a field has several values, or those of an object: ``image[]``, ``video[id]``."""
+"""Clients' suffixes of fields with several values, or with those of an object: ``image[]``, ``video[id]``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class _MemoryParser(MultiPartParser):
     spool_max_size = 0  # none goes to the disk
 
     def on_part_end(self) -> None:
-        """Starlette would take a text that is not UTF-8 for Latin-1."""
+        """Refuse text that is not UTF-8, which Starlette would read as Latin-1."""
         part = self._current_part
         if part.file is None:
             _check_utf8(part.data, part.field_name)

@@ -50,7 +50,7 @@ logger = logging.getLogger("troupe.api")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Turn:
-    """What is known of a request with an ``Idempotency-Key``."""
+    """State of a request with an ``Idempotency-Key``."""
 
     name: str = ""
     """Digest of key, API key and path; empty: the request has no key."""

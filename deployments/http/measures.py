@@ -73,7 +73,7 @@ def gpu_header(gpu_s: float | None) -> dict[str, str]:
 
 
 def enhancer_header(request: MediaRequest) -> dict[str, str]:
-    """Return the header with what became of the prompt at its enhancer; none if no enhancer was asked."""
+    """Return the header with the outcome of the prompt enhancer; none if no enhancer was asked."""
     return {} if request.enhancer_outcome is None else {ENHANCER_HEADER: request.enhancer_outcome}
 
 

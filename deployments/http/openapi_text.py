@@ -223,7 +223,7 @@ def _reference(model: type[BaseModel]) -> dict[str, str]:
 
 
 def add_document(app: FastAPI) -> None:
-    """Lets ``app`` serve a document that knows the bodies and the events, too."""
+    """Make ``app`` serve a document that includes the bodies and the events."""
 
     def document() -> dict[str, Any]:
         if app.openapi_schema is None:

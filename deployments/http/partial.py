@@ -21,7 +21,7 @@ from deployments.http.errors import ApiError
 from deployments.requests.request_errors import shown
 
 CONDITIONS = StaticFiles()
-"""For its reading of ``If-None-Match`` and ``If-Modified-Since``; it serves nothing."""
+"""Reads ``If-None-Match`` and ``If-Modified-Since``; it serves nothing."""
 
 BODILESS = (204, 304)
 """Answers that have no body, and say no length (RFC 9110, section 8.6)."""
@@ -33,7 +33,7 @@ IS_HEAD = "troupe.is_head"
 class HeadAsGet:
     """Answers HEAD wherever GET is, with the same headers and no body (RFC 9110, section 9.3.2).
 
-    A range is for GET alone (section 14.2): HEAD tells of the whole.
+    A range is for GET alone (section 14.2): HEAD describes the whole.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -139,7 +139,7 @@ class RangedFile(FileResponse):
 
 
 class RangedObject(RangedFile):
-    """A ``RangedFile`` in object storage, of which only what is asked for is read."""
+    """A ``RangedFile`` in object storage, of which only the requested ranges are read."""
 
     def __init__(self, stored: StoredObject, **options: Any) -> None:
         super().__init__(stored.name, **options)

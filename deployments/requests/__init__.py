@@ -1,1 +1,1 @@
-"""From what a client sent to a checked request. Nothing here needs a server."""
+"""Checked requests from what a client sent. Nothing here needs a server."""

@@ -217,7 +217,7 @@ class EditBody(ImageBody):
 
 
 def _webhook(written: object) -> object:
-    """In a form it is the text of its JSON."""
+    """Check the value, which in a form is the text of its JSON."""
     if isinstance(written, str):
         with suppress(ValueError):
             written = from_json(written, allow_inf_nan=False)

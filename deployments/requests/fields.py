@@ -26,7 +26,7 @@ BLANK = "it must say something: spaces alone tell the model nothing"
 
 
 def _without_nul(text: str) -> str:
-    """NUL is refused because PostgreSQL cannot store it."""
+    """Refuse NUL, which PostgreSQL cannot store."""
     if NUL in text:
         raise PydanticCustomError("nul", "it must not hold the character U+0000")
     return text
@@ -102,7 +102,7 @@ AskedLora: TypeAlias = tuple[str, float | None]
 
 
 def _loras(written: object) -> tuple[AskedLora, ...]:
-    """In a form it is the text of its JSON."""
+    """Check the value, which in a form is the text of its JSON."""
     if isinstance(written, str):
         try:
             written = from_json(written, allow_inf_nan=False)
@@ -128,7 +128,7 @@ def _lora(written: object) -> AskedLora:
 
 
 def _steps(written: object) -> tuple[float, ...]:
-    """In a form it is the text of its JSON."""
+    """Check the value, which in a form is the text of its JSON."""
     if isinstance(written, str):
         with suppress(ValueError):
             written = from_json(written, allow_inf_nan=False)
@@ -140,7 +140,7 @@ def _steps(written: object) -> tuple[float, ...]:
 
 
 def _frame_indices(written: object) -> tuple[int, ...]:
-    """In a form it is the text of its JSON."""
+    """Check the value, which in a form is the text of its JSON."""
     if isinstance(written, str):
         with suppress(ValueError):
             written = from_json(written, allow_inf_nan=False)
@@ -199,7 +199,7 @@ class NoEffect:
     """Marks a field that is accepted and changes nothing of what is made."""
 
     example: object
-    """What clients send."""
+    """Example of a client's value."""
 
 
 WITHOUT_NUL = AfterValidator(_without_nul)
@@ -212,7 +212,7 @@ Prompt = Annotated[
     WithJsonSchema({"type": "string", "maxLength": MAX_PROMPT_CHARS, "minLength": 1}),
 ]
 OptionalPrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), WITHOUT_NUL]
-"""A prompt that may be empty. Whether it must say something is looked at together with the model."""
+"""A prompt that may be empty. A check with the model decides whether it must say something."""
 Name = Annotated[str, StringConstraints(max_length=512), WITHOUT_NUL]
 Size = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^({PIXELS}|auto)?$"})]
 """Checked together with the model, whose own sizes make better examples."""
@@ -274,7 +274,7 @@ LORA_SCHEMA = {
 Loras = Annotated[
     tuple[AskedLora, ...], PlainValidator(_loras), WithJsonSchema({"type": "array", "items": LORA_SCHEMA})
 ]
-"""Whether the model has them is looked at together with the model."""
+"""Adapters by name. A later check compares them with the model's."""
 Steps = Annotated[
     tuple[float, ...],
     PlainValidator(_steps),

@@ -1,4 +1,4 @@
-"""From the keyword arguments of a Python handle to a request: the same fields and rules as the HTTP API."""
+"""Requests from the keyword arguments of a Python handle: the same fields and rules as the HTTP API."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ class RequestRules:
 
 
 def _requester_fields(requester: Requester) -> dict[str, Any]:
-    """Return who asks, and since when. Clients may send one id twice; in the gang each job needs its own."""
+    """Return the client's fields and its waiting time. Clients may repeat an id; in the gang each job has its own."""
     request_id = f"{requester.request_id}-{secrets.token_hex(4)}"
     return {"request_id": request_id, "key": requester.key, "weight": requester.weight, "waited_s": requester.waited_s}
 

@@ -1,4 +1,4 @@
-"""From the fields that a client sent to a checked body; the first wrong field becomes a ``RequestError``."""
+"""Checked bodies from the fields that a client sent; the first wrong field becomes a ``RequestError``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From request to media through the Serve deployments; run again if a gang breaks."""
+"""Path of a request to its media through the Serve deployments, with retries if a gang breaks."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 RETRY_PAUSE_S = 0.25
 LOAD_WITHIN_S = 300.0
-"""For all gangs to read an adapter."""
+"""Time for all gangs to read an adapter."""
 LOOK_WITHIN_S = 2.0
-"""For all gangs to answer what is shown of them."""
+"""Time for the status of all gangs."""
 NOT_REACHED = (TimeoutError, DeploymentUnavailableError, *RETRYABLE)
 """Errors of a call to all gangs; the second means that there are none."""
 
@@ -85,7 +85,7 @@ class DeployedStudio:
         self._limits = limits
         self._num_open: defaultdict[str, int] = defaultdict(int)
         self._job_s: dict[str, float] = {}
-        """How long the steps of each model's newest finished request took."""
+        """Seconds of all steps of each model's newest finished request."""
         self.meter = UsageMeter(accounts or Accounts())
         self._decode_times: defaultdict[str, DecodeTimes] = defaultdict(DecodeTimes)
 

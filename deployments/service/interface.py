@@ -25,7 +25,7 @@ WHOLE: ModelPath = "whole pipeline"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Output:
-    """How the bytes should come out."""
+    """Format of the bytes."""
 
     format: MediaFormat
     """Format of the file."""
@@ -60,9 +60,9 @@ class ModelCard:
     enhances_prompts: bool | None = None
     """The default of ``enhance_prompt``; None without a prompt enhancer."""
     path: ModelPath = "blocks"
-    """How steps are made: by diffusers' blocks or by the pipeline's own call."""
+    """Maker of steps: diffusers' blocks or the pipeline's own call."""
     forwards: Forwards | None = None
-    """How the forwards of a whole pipeline run; None of models with blocks, or before the first gang."""
+    """Form of the forwards of a whole pipeline; None for models with blocks, or before the first gang."""
     runtime_loras: LoraLimits | None = None
     """Limits of adapters that clients add; None: they may add none."""
     memory: Mapping[str, Any] | None = None
@@ -73,16 +73,16 @@ class ModelCard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageTimes:
-    """Where the time of a request went."""
+    """Times of a request by stage."""
 
     __pydantic_config__ = ConfigDict(use_attribute_docstrings=True)  # the API's document has them
 
     queue_s: float
-    """From the gang's admission to the first step."""
+    """Time from the gang's admission to the first step."""
     encode_s: float
     """Prompt and pictures; next to 0 where they were cached."""
     denoise_s: float
-    """From the first step to the last."""
+    """Time from the first step to the last."""
     decode_s: float
     """Latents to the bytes of a file."""
     total_s: float
@@ -132,7 +132,7 @@ class Media:
     seed: int
     """The seed that made it, given or random."""
     timings: StageTimes
-    """Where the time went."""
+    """Times by stage."""
     thumbnail: bytes = b""
     """A WebP of the first frame for clips, else empty."""
     further: tuple[bytes, ...] = ()

@@ -1,4 +1,4 @@
-"""Which models can take requests: what Serve's controller knows of the deployments, asked as seldom as possible."""
+"""Readiness of models for requests: the states of their deployments, from Serve's controller, in few queries."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engines.gang.eta.measured_times import MeasuredTimes
 POLL_S = 1.0
 """Shortest interval between queries of the controller, while a replica is missing or after a gang was lost."""
 ANSWER_DEADLINE_S = 5.0
-"""For the controller's answer: while it is being replaced there is none."""
+"""Time for the controller's answer: there is none while it is being replaced."""
 RETRY_AFTER_S = 2.0
 """Assumed for an outage of unknown length, or longer than the last one."""
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("troupe.readiness")
 
 
 class Readiness:
-    """Whether models can take requests. ``models`` has each model's deployments by name.
+    """Readiness of models for requests. ``models`` has each model's deployments by name.
 
     Deployments ``on_demand`` may have no replica until a request needs one. The models ``deployed`` before this process
     may be replaced by a new version. ``start_times``: durations of earlier starts, by model.
@@ -51,7 +51,7 @@ class Readiness:
         self._missing_since_s = dict.fromkeys(models, time.monotonic())
         starts_s = {model: self._start_times.get(start_key(model)) for model in models}
         self._took_s = {model: start_s for model, start_s in starts_s.items() if start_s is not None}
-        """How long each model was missing the last time; at first, how long its last start took."""
+        """Length of each model's last outage; at first, of its last start."""
         self._were_ready = set(deployed)
         self._rebuilt: frozenset[str] = frozenset()
         self._bare: frozenset[str] = frozenset()

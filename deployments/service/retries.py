@@ -1,4 +1,4 @@
-"""Whether a request that failed is run again, and how long it waits for what is being rebuilt."""
+"""Retries of a failed request, and its wait for a replica that is being rebuilt."""
 
 from __future__ import annotations
 
@@ -55,22 +55,22 @@ class Retries:
 
     @property
     def exclusive(self) -> bool:
-        """Whether it runs beside no other: alone, each job of a gang that broke shows whether it was the cause."""
+        """True if it runs alone: each job of a broken gang shows this way whether it was the cause."""
         return self._num_broken > 0
 
     @property
     def accepted(self) -> bool:
-        """Whether no gang may refuse it for its queue: it waited for one, or lost one that had taken it."""
+        """True if no gang may refuse it for a full queue: it waited for a gang, or lost one that had taken it."""
         return self._is_accepted or self._give_up_s is not None
 
     @property
     def waited_s(self) -> float:
-        """How long ago it came."""
+        """Seconds since it came."""
         return time.monotonic() - self._came_s
 
     @property
     def wait_s(self) -> float:
-        """How long it may wait for a replica from now on."""
+        """Seconds that it may wait for a replica from now on."""
         if self._give_up_s is None:
             return self._max_wait_s
         return max(0.0, min(self._patience_s, self._give_up_s - time.monotonic()))

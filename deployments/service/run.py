@@ -50,11 +50,11 @@ class Run:
     stages: StageHandles
     """The model's deployments."""
     request: MediaRequest
-    """What to make."""
+    """Request for the media."""
     output: Output
     """Format of the file."""
     pictures: InputPictures
-    """For the encoder alone."""
+    """Pictures for the encoder alone."""
     exclusive: bool
     """It runs alone in its gang."""
     wait_s: float
@@ -82,7 +82,7 @@ class Run:
     _encode_s: float = field(default=0.0, init=False)
     """Time in the encoder; 0 until it is known."""
     _queued_at_s: float = field(default=0.0, init=False)
-    """When the gang admitted it, since it came."""
+    """Seconds from its arrival until the gang admitted it."""
     _decoder_estimate_s: float | None = field(default=None, init=False)
     """Decode time by the decoder's own estimate."""
     _eta_s: float | None = field(default=None, init=False)
@@ -243,12 +243,12 @@ class Run:
 
     @property
     def is_denoised(self) -> bool:
-        """Whether ``gpu_s`` is all that ranks will do for it."""
+        """True if ranks have finished their work for it: ``gpu_s`` is final."""
         return self._done is not None
 
     @property
     def _elapsed_s(self) -> float:
-        """Since the request came, however many runs of it have failed."""
+        """Seconds since the request came, including failed runs."""
         return self.waited_s + time.perf_counter() - self._started_s
 
     @property
@@ -261,7 +261,7 @@ class Run:
         return self.decode_times.scaled_s(self._decoded_like) if word_s is None else word_s
 
     def _with_time_waited(self) -> MediaRequest:
-        """Its deadline counts from when it came, whatever it waited for and however often it began anew."""
+        """Return the request with its time so far, with all waits and retries: its deadline counts from arrival."""
         if self.request.deadline_s is None:
             return self.request
         return replace(self.request, waited_s=self.request.waited_s + self._elapsed_s)

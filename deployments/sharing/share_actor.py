@@ -31,7 +31,7 @@ POLL_S, FORESEE_EVERY_S = 2.0, 0.5
 A gang predicts with the wake-up that the last answer foresees.
 """
 UNUSED_S = 3.0
-"""Without members for this long, the actor ends and frees the GPUs."""
+"""Time without members after which the actor ends and frees the GPUs."""
 
 logger = logging.getLogger("troupe.sharing")
 

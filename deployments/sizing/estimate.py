@@ -33,7 +33,7 @@ PAPER_MACHINE = "h200"
 USUAL_MACHINES = ("rtx-4090", "l40s", "h100", "h200")
 """Machines whose figures predict costs for a size of memory if no GPU is here, smallest first."""
 DRIVER_FOLDER = Path("/proc/driver/nvidia/gpus")
-"""Where NVIDIA's driver describes each GPU. A process that asks CUDA would take memory of it."""
+"""Folder in which NVIDIA's driver describes each GPU. A process that asks CUDA would take memory of it."""
 GUIDED = 2.0
 """Any scale above 1, which gives a step its second branch."""
 
@@ -51,7 +51,7 @@ class EstimateOptions:
     num_frames: int | None = None
     """Length of a clip."""
     guided: bool | None = None
-    """Whether there is classifier-free guidance."""
+    """True if there is classifier-free guidance."""
     dtype: str = "auto"
     """Dtype of the weights; "auto" is bfloat16."""
     precision: str = "native"
@@ -123,7 +123,7 @@ class Estimate:
     """Times and memory of one request on one machine."""
 
     request: MediaRequest
-    """What is estimated."""
+    """Request that is estimated."""
     dtype: torch.dtype
     """Dtype of the weights."""
     forecast: StepForecast

@@ -20,7 +20,7 @@ USUAL_TOKENS = 512
 LIMITED_DECODE = 1.0
 """More time of a decode in strips, as a multiple of a whole one. Assumed, not measured."""
 OFFLOAD_PARTS = 8
-"""Numbers of offloaded blocks that are tried: so many, in equal steps up to all."""
+"""Number of candidates for the number of offloaded blocks, in equal steps up to all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Saving:
     key: str
     """Such as ``decoder.memory_gib``."""
     value: Any
-    """What it is set to."""
+    """Value of the setting."""
     extra_s: float
     """Predicted seconds more for each request; below 0, it is faster."""
     is_lossy: bool = False
@@ -55,9 +55,9 @@ class BudgetRules:
     num_offloaded: int = 0
     """Blocks of the transformer in host memory, as configured."""
     layers: tuple[bool, ...] = (False, True)
-    """Whether layers of the text encoder are in host memory; the first is what is configured."""
+    """True if layers of the text encoder are in host memory; the first is what is configured."""
     originals: tuple[bool, ...] = (False, True)
-    """Whether loaded values of weights that adapters change are in host memory; the first is what is configured."""
+    """True if loaded values of weights that adapters change are in host memory; the first is what is configured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,7 +191,7 @@ class _Stages:
     """Settings of encoder and decoder."""
 
     place: str
-    """Where the encoder is."""
+    """Place of the encoder."""
     offloaded: bool
     """Layers of the text encoder are in host memory."""
     limited: bool

@@ -42,7 +42,7 @@ class StageSpec:
     stage: StageConfig
     """Resources of the stage."""
     metadata: MetadataLevel = "full"
-    """What files say of their request."""
+    """Content of files' metadata about their request."""
     provenance: ProvenanceConfig | None = None
     """Signs files; None: they are not signed."""
     share: ShareSpec | None = None
@@ -84,7 +84,7 @@ class Decoded:
     thumbnail: bytes
     """A WebP of a clip's first frame; empty for pictures."""
     decode_s: float
-    """From latents to bytes."""
+    """Time from latents to bytes."""
     further: tuple[bytes, ...] = ()
     """Layers above the first."""
 
@@ -210,7 +210,7 @@ class StageWeights:
             self.memory.prepare(self._member.granted())  # host memory is touched beside the warm-up
 
     def loaded(self) -> None:
-        """Say that all weights are there and warmed up; from now on they may sleep."""
+        """Report that all weights are loaded and warmed up; from now on they may sleep."""
         if self._member is not None:
             self._member.loaded()
 

@@ -85,7 +85,7 @@ class Denoiser:
     async def __init__(  # type: ignore[misc]  # Serve awaits it
         self, model: ModelConfig, share: ShareSpec | None = None, drain_s: float = math.inf
     ) -> None:
-        """``drain_s``: seconds from Serve's order to end until it kills the replica."""
+        """Start the gang. ``drain_s``: seconds from Serve's order to end until it kills the replica."""
         prepare_replica()
         self._name = serve.get_replica_context().replica_id.unique_id
         log_phase("replica: process", time.time() - psutil.Process().create_time(), model=model.name)

@@ -203,8 +203,8 @@ def _warn_unread(name: str, error: Exception) -> None:
 def _save(store: Store, name: str, known: KernelBundle, folders: Iterable[Path], *, replaces: bool) -> None:
     """Store ``known`` with what it lacks, if anything: PyTorch's kernels, and entries of Triton's cache in ``folders``.
 
-    PyTorch's kernels stay as they are known: they include choices by time. One of several concurrent writers wins. What
-    is missing then is added at a later start.
+    PyTorch's kernels stay as they are known: they include choices by time. One of several concurrent writers wins. A
+    later start adds the entries of the others.
     """
     import torch
 

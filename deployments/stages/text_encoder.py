@@ -46,7 +46,7 @@ class CacheKeys:
     """
 
     unseeded: bytes
-    """Without the seed, for encoders that draw nothing."""
+    """Key without the seed, for encoders that draw nothing."""
     seeded: bytes
     """With the seed."""
 
@@ -134,7 +134,7 @@ class PromptEncoder(WeightStage):
     """Encodes one request at a time, since tokenizers keep state. Cache hits do not wait."""
 
     def __init__(self, spec: StageSpec, *, is_whole: bool = True) -> None:
-        """``is_whole``: this process has no other part of the model."""
+        """Load the encoder. ``is_whole``: this process has no other part of the model."""
         with quick_imports(), timed("encoder: weights", model=spec.model.name):
             with timed("encoder: checkpoint", model=spec.model.name):
                 checkpoint = load_stage(spec)

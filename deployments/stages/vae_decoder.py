@@ -83,7 +83,7 @@ class VaeDecoder(WeightStage):
     """Decodes finished jobs and previews one at a time, since a clip's VAE keeps earlier frames in the module."""
 
     def __init__(self, spec: StageSpec, weights: StageWeights | None = None) -> None:
-        """``weights`` are those of another part of the model in this process, which are loaded."""
+        """Load the decoder. ``weights``: the loaded weights of another part of the model in this process."""
         with quick_imports(), timed("decoder: weights", model=spec.model.name):
             with timed("decoder: checkpoint", model=spec.model.name):
                 checkpoint = load_stage(spec)

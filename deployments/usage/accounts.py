@@ -37,7 +37,7 @@ class Accounts:
     """
 
     ledger: UsageLedger | None = None
-    """Where use is written, if it outlives this process."""
+    """Store of use, if it outlives this process."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class KeyLimitGuard:
     def __init__(self, accounts: Accounts, clips: Clips) -> None:
         self._accounts, self._clips = accounts, clips
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        """By key, while one of its clips is being queued."""
+        """Locks by key, while one of its clips is being queued."""
 
     @asynccontextmanager
     async def taken(self, key: str, num: int = 1) -> AsyncIterator[None]:

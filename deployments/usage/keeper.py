@@ -14,7 +14,7 @@ from typing import Protocol
 from deployments.usage.quotas import Account, Balance, KeyLimits, LimitReachedError, find_limits
 
 LEASE_S = 15.0
-"""A replica that was silent for so long is gone, and its reservations have ended."""
+"""A replica that was silent for this long is gone, and its reservations have ended."""
 GRACE_S = 0.25
 """Time that a reservation waits for others to end.
 
@@ -52,7 +52,7 @@ class AccountKeeper:
     def __init__(self, limits: Iterable[KeyLimits] = (), clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = tuple(limits), clock
         self._accounts: defaultdict[str, dict[str, Account]] = defaultdict(dict)
-        """By key and replica. The use of replicas that are gone still counts."""
+        """Accounts by key and replica. The use of replicas that are gone still counts."""
         self._heard_s: dict[str, float] = {}
         """Time of the last call, by replica."""
         self._reported = asyncio.Event()

@@ -54,7 +54,7 @@ class KeyLimits:
 
     @property
     def is_limited(self) -> bool:
-        """Whether any request is ever refused."""
+        """True if the quota may refuse a request."""
         return self.max_concurrent is not None or self.gpu_seconds_per_minute is not None
 
     def check_open(self, num_open: int, num: int) -> None:

@@ -50,11 +50,11 @@ class Choosing:
     typical_step: Callable[[], tuple[Branch, ...]]
     """Returns the branches of a typical step (empty: not known before a request)."""
     folder: Path
-    """Where decisions are stored."""
+    """Folder of the decisions."""
     name: str
     """Prefix of the decisions' files."""
     facts: Mapping[str, str]
-    """What a decision holds for: model, software and configuration, as texts."""
+    """Facts that a decision depends on: model, software and configuration, as texts."""
     every_team: bool = False
     """True if teams of all sizes will work, not the whole gang alone."""
     lock: HostLock | None = None
@@ -62,7 +62,7 @@ class Choosing:
 
 
 Forwards = Literal["compiled", "eager"]
-"""How the forwards of an engine's modules run."""
+"""Form of the forwards of an engine's modules."""
 
 
 class Engine(Protocol):

@@ -34,7 +34,7 @@ class HostPiece:
     bytes_B: Tensor
     """uint8."""
     is_pinned: bool
-    """Whether the kernel never swaps them out, and on a GPU host CUDA knows them."""
+    """True if the kernel never swaps them out, and on a GPU host CUDA knows them."""
 
 
 class TouchedMemory:

@@ -199,7 +199,7 @@ def with_attention(branches: tuple[Branch, ...], attention: str) -> tuple[Branch
 
 
 class WeightSource(Protocol):
-    """Where a rank reads its share of weights: see ``parallel.weight_files``."""
+    """Source of a rank's share of the weights: see ``parallel.weight_files``."""
 
     @property
     def device(self) -> torch.device: ...
@@ -264,7 +264,7 @@ class DenoiserModel:
     num_hoisted: int = 2
     """Results of ``hoisted`` that a job with guidance needs from each module."""
     hoists_by_blocks: bool = False
-    """Whether ``hoisted`` calls whole blocks, or holds the weights of those inside which it calls layers
+    """True if ``hoisted`` calls whole blocks, or holds the weights of those inside which it calls layers
     (``offload.on_device``): then it runs once a job with offloaded blocks too."""
     reads_values: bool = False
     """True if ``forward`` without ``hoisted`` inputs reads tensor values, which rules out capture."""
@@ -287,7 +287,7 @@ class DenoiserModel:
 
     @property
     def switches(self) -> bool:
-        """Whether additions to the weights differ from branch to branch."""
+        """True if additions to the weights differ from branch to branch."""
         return self.additions_change or bool(self.additions)
 
     @property

@@ -22,7 +22,7 @@ class TokenShard:
     module: str
     """The submodule's name ("" is the model itself, ``*`` stands for a number)."""
     where: Literal["input", "output"]
-    """Whether ``key`` names an argument of the module or a part of its output."""
+    """True if ``key`` names an argument of the module or a part of its output."""
     key: str | int
     """The tensor's parameter name, or its position in an output tuple (0 for a single output)."""
     dim: int
@@ -132,7 +132,7 @@ class ShardPlan:
     free: tuple[str, ...] = ()
     """Arguments that do not change the prediction's shape: branches that differ in them may run in parallel."""
     reads_lse: bool = False
-    """Whether attention reads its kernel's log-sum-exp, to merge the result with that over other keys."""
+    """True if attention reads its kernel's log-sum-exp, to merge the result with that over other keys."""
 
     def rule_of(self, name: str) -> ColumnLinear | RowLinear | FullWidthNorm | None:
         """Return the first rule that matches the layer's name."""

@@ -60,5 +60,5 @@ def device_with_index(device: torch.device) -> torch.device:
 
 
 def is_exporting() -> bool:
-    """Return whether the caller is being exported. PyTorch 2.11 says so of code that it compiles, too."""
+    """Return whether the caller is being exported. PyTorch 2.11 reports this for compiled code, too."""
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()

@@ -55,14 +55,14 @@ class WeightMemory:
 
     @property
     def is_open(self) -> bool:
-        """Whether weights can sleep."""
+        """True if weights can sleep."""
         return self._spans is not None
 
     @contextmanager
     def region(self) -> Iterator[None]:
         """Allocate weights inside the block, on this thread. Other tensors cost memory for as long as they live.
 
-        What loading takes for moments is no work: it does not count as ``MemoryUse.peak``.
+        Temporary memory of loading does not count as ``MemoryUse.peak``.
         """
         if self._spans is None:
             yield

@@ -1,4 +1,4 @@
-"""Device memory that holds weights, as bytes: where it lies, how it is released and comes back."""
+"""Device memory that holds weights, as bytes: its place, its release and its return."""
 
 from __future__ import annotations
 

@@ -26,9 +26,9 @@ class Pair:
     """A GEMM for each of two streams."""
 
     context: Gemm
-    """For the text's rows."""
+    """GEMM of the text's rows."""
     latents: Gemm
-    """For the picture's rows."""
+    """GEMM of the picture's rows."""
 
     def of_stream(self, stream: int) -> Gemm:
         return self.context if stream == CONTEXT else self.latents
@@ -79,7 +79,7 @@ class Blocks:
 
     @property
     def quantizes(self) -> bool:
-        """Whether GEMMs of blocks read quantised rows."""
+        """True if GEMMs of blocks read quantised rows."""
         return self.precision == "fp8"
 
     def quantizes_after_dual(self, index: int) -> bool:
@@ -170,7 +170,7 @@ class PrePostNormStep:
     """One step through all blocks of one rank's tokens."""
 
     blocks: Sequence[PrePostNormBlock]
-    """In running order."""
+    """Blocks in running order."""
     exchange: HeadExchange
     """Attention over the team's tokens."""
     vectors_VBC: Tensor

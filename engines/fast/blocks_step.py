@@ -156,7 +156,7 @@ class SinglesStep:
     """One step of single-stream blocks that share their modulation, over this rank's rows of one or more streams."""
 
     blocks: Sequence[SingleBlock]
-    """In running order."""
+    """Blocks in running order."""
     precision: Precision
     """Precision of the GEMMs."""
     parts: StepParts

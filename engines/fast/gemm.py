@@ -153,7 +153,7 @@ class QuantisedPart:
     """Rows of a float8 GEMM that stand for ``part`` of a layer."""
 
     part: WeightPart
-    """What they stand for."""
+    """Part of the weights that they stand for."""
     values: QuantRows
     """The rows in float8, with a scale each."""
 

@@ -103,7 +103,7 @@ class HeadExchange(Protocol):
     """
 
     adds_bias: bool
-    """Whether ``send`` rewrites all of q, k and v, and so can add their bias at no cost."""
+    """True if ``send`` rewrites all of q, k and v, and so can add their bias at no cost."""
 
     def send(self, qkv_R3HD: Tensor, batch: int, norms: HeadNorms) -> SentHeads:
         """Normalise and rotate q and k, then start sending them and v. ``qkv`` may be overwritten.

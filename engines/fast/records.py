@@ -98,7 +98,7 @@ class RowNorm(NamedTuple):
     eps: float
     """Term added to the mean square."""
     rounded: bool = False
-    """Whether values have the dtype of ``weight`` when they are multiplied by it; else they are in float32."""
+    """True if values have the dtype of ``weight`` when they are multiplied by it; else they are in float32."""
 
 
 class RotaryTables(NamedTuple):
@@ -112,9 +112,9 @@ class RotaryTables(NamedTuple):
     sin_BLHP: Tensor
     """Shaped as ``cos_BLHP``."""
     interleaved: bool
-    """Whether a pair are neighbours; else they are P features apart."""
+    """True if a pair are neighbours; else they are P features apart."""
     rounded: bool = False
-    """Whether tables and products are rounded to the dtype of what is rotated; else all is in float32."""
+    """True if tables and products are rounded to the dtype of what is rotated; else all is in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -161,7 +161,7 @@ class Kind(NamedTuple):
     factor: torch.dtype
     """Dtype of the products' factors."""
     is_single: bool
-    """Whether each weight has one product."""
+    """True if each weight has one product."""
     each: int
     """Divides the numbers of columns, and of elements from row to row: ``EACH`` or 1."""
 
@@ -175,7 +175,7 @@ class WeightSum:
     base_NK: Tensor
     """Its rows are contiguous."""
     products: Products
-    """From ``weight_sums.prepared``."""
+    """Products from ``weight_sums.prepared``."""
 
     @property
     def kind(self) -> Kind:

@@ -21,9 +21,9 @@ HAS_TRITON = has_triton()
 
 
 def is_fusable(x_BLC: Tensor, *norms: RowNorm | None) -> bool:
-    """Return whether ``rotated_heads`` is to replace ``norms`` and the rotation of their results.
+    """Return whether ``rotated_heads`` should replace ``norms`` and the rotation of their results.
 
-    That is on CUDA, in 16 bits, and outside exports.
+    It replaces them on CUDA, in 16 bits, and outside exports.
     """
     dtype = x_BLC.dtype
     is_fast = x_BLC.is_cuda and dtype in (torch.bfloat16, torch.float16) and HAS_TRITON

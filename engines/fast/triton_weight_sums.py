@@ -37,9 +37,9 @@ TILES = {
     (4, True): Tile(64, 64, 32, 4),
     (4, False): Tile(64, 64, 32, 4),
 }
-"""By the bytes of a factor's element, and whether weights have one product."""
+"""Tiles by the bytes of a factor's element, and whether weights have one product."""
 FLOAT32_PRECISION = "bf16x6"
-"""How products of float32 are computed: as the six largest products of three bfloat16 parts each."""
+"""Products of float32 are the six largest products of three bfloat16 parts each."""
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 WEIGHT_FIELDS, PRODUCT_FIELDS = tl.constexpr(8), tl.constexpr(4)
 """Numbers of a weight and of a product in the table."""

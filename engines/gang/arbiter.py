@@ -27,7 +27,7 @@ STARVING_S = 20.0
 USUAL_BANDWIDTH = 20e9
 """Bytes per second of a swap that was not measured yet."""
 SHORTEST_S = 0.01
-"""Shortest time until a decision is looked at again."""
+"""Shortest time until a decision is reconsidered."""
 FORESEEN_S = 120.0
 COARSE_SHARE = 1 / 32
 """A wake-up is predicted so far ahead, with decisions further apart by this share of the time ahead."""
@@ -83,7 +83,7 @@ class Sharer:
     turn_since_s: float = -math.inf
     """Begin of the turn, which counts only while another model waits."""
     busy_s: float = -math.inf
-    """When it had work for the last time."""
+    """Time at which it last had work."""
     usual_backlog_s: float = SHORTEST_S
     """Backlog with which its last work began."""
 
@@ -229,7 +229,7 @@ class Arbiter:
             sharer.waits_since_s = now_s
 
     def _order(self, sharer: Sharer, now_s: float) -> tuple[float, ...]:
-        """Sort key: starving models by arrival, then deadlines in danger, then the shortest work, aged."""
+        """Return the sort key: starving models by arrival, then deadlines in danger, then the shortest work, aged."""
         assert sharer.waits_since_s is not None
         waited_s = now_s - sharer.waits_since_s
         if waited_s >= STARVING_S:

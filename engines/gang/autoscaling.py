@@ -24,7 +24,7 @@ KEPT_S = 3600.0
 NUM_STARTS = 8
 """Newest starts whose median counts."""
 MIN_WINDOW_S, WINDOW_STARTS = 120.0, 2.0
-"""Arrivals are averaged over this many starts of a gang, and at least over so long."""
+"""Arrivals are averaged over this many starts of a gang, and at least over this many seconds."""
 SPREAD_PARTS = 16
 """Parts of the time of a first gang's start, over which the requests that came meanwhile are spread."""
 MIN_SPAN_S = 10.0
@@ -43,9 +43,9 @@ Its requests are late by then, so haste is expensive. On a day of sudden rises, 
 MAX_CV2 = 3.0
 """Limit of the squared coefficient of variation of job times, which few jobs estimate badly."""
 NEWEST_PARTS, SIGNIFICANCE = (1 / 2, 1 / 4, 1 / 8), 4.0
-"""The newest part of the window counts alone if it exceeds the mean by so many standard deviations."""
+"""The newest part of the window counts alone if it exceeds the mean by this many standard deviations."""
 MIN_TREND_S, TREND_STARTS = 900.0, 8.0
-"""The trend of arrivals is that of this many starts of a gang, and of at least so long."""
+"""The trend of arrivals covers this many starts of a gang, and at least this many seconds."""
 MIN_WAIT_SHARE = 0.1
 """Deadlines shorten the target wait to no less than this share."""
 YIELD_EVERY_S = 10.0
@@ -121,9 +121,9 @@ class Observation:
     def num_idle(self) -> int:
         """Number of gangs in a row without jobs, in the order in which Ray Serve 2.60 ends them.
 
-        Those on the head end last. Of other nodes, those with the fewest end first, of equal nodes those on the oldest,
-        and on a node the newest. It is 0 while the nodes of some are unknown. Serve also counts a node's replicas of
-        other deployments, which are not known here: where these differ, one with a job may be among the first.
+        Gangs on the head end last. The node with the fewest gangs comes first, then the oldest node; on a node, the
+        newest gang. It is 0 while the nodes of some are unknown. Serve also counts a node's replicas of other
+        deployments, which are not known here: where these differ, one with a job may be among the first.
         """
         nodes: dict[float | None, list[GangReport]] = {}
         for report in self.gangs.values():
@@ -143,7 +143,7 @@ class ArrivalHistory:
     """Arrivals at all gangs together, as cumulative sums over time.
 
     Requests that came while the first gang started are reported all at once. They count as spread over the time since
-    the last observation without a gang, not as a sudden rise. What came before the first observation does not count:
+    the last observation without a gang, not as a sudden rise. Arrivals before the first observation do not count:
     Ray Serve's controller may have restarted beside running gangs, whose sums are old.
     """
 
@@ -151,11 +151,11 @@ class ArrivalHistory:
         self._times_s: list[float] = []
         self._sums: list[tuple[float, float, float]] = []
         self._last: dict[str, GangReport | None] = {}
-        """Newest report of each gang; None of one that is older than the first observation and was not heard yet."""
+        """Newest report of each gang; None if the gang is older than the first observation and has not reported yet."""
         self._gangs_are_old = True
-        """Whether all gangs so far may be older than the first observation."""
+        """True if all gangs so far may be older than the first observation."""
         self._empty_s: float | None = None
-        """Time of that observation, until the first gang after it reports arrivals, or has none of them to do."""
+        """Time of the last observation without gangs, until a later gang reports arrivals, or finds none to do."""
         self._begun_s: float | None = None
         """Time of the first observation with a gang since."""
 
@@ -187,7 +187,7 @@ class ArrivalHistory:
         elif seen.gangs and self._begun_s is None:
             self._begun_s = seen.now_s
         elif self._begun_s is not None and seen.now_s - self._begun_s > MIN_SPAN_S and not seen.has_work:
-            self._empty_s = None  # who waited for the gang has gone away
+            self._empty_s = None  # the requests for the gang were cancelled
         self._times_s.append(seen.now_s)
         self._sums.append(sums)
         if seen.now_s - self._times_s[0] > 2 * KEPT_S:
@@ -235,7 +235,7 @@ class StartTimes:
     def hear(self, seen: Observation) -> None:
         """Match gangs that have begun to run with the oldest orders."""
         num_running = len(seen.gangs)
-        if self._heard_s is None:  # nobody knows when these were ordered: the controller may have restarted
+        if self._heard_s is None:  # times of their orders are unknown: the controller may have restarted
             self._target = seen.target
         else:
             self.order(self._heard_s, seen.target)

@@ -61,7 +61,7 @@ class Gang:
         self.estimates = estimates
         """Estimated step times, if the ranks have any."""
         self.forwards = forwards
-        """How the modules' forwards run, if the engine says so."""
+        """Form of the modules' forwards; None if the engine does not report it."""
         self.on_open: Callable[[], object] = lambda: None
         """Called after each new job."""
         self._ranks = ranks
@@ -119,7 +119,7 @@ class Gang:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it takes jobs."""
+        """True if the gang takes jobs."""
         return self.broken is None
 
     def report(self) -> GangReport:

@@ -16,7 +16,7 @@ from engines.parallel.nccl_options import DEFAULT_OPTIONS, NcclOptions
 FORKED_SILENCE_S, IMPORTS_SILENCE_S = 10.0, 60.0
 """Longest silence of a starting rank. Python answers no ping while it maps a library from a slow disk."""
 FIRST_PROCESS_S = 12.0
-"""For the first processes of a start to answer; usually they do within one to four seconds."""
+"""Time for the first processes of a start to answer; usually they do within one to four seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,21 +34,21 @@ class GangConfig:
     num_nodes: int = 1
     """Nodes of the cluster; each has the same number of ranks, in node order."""
     step_deadline_s: float = 60.0
-    """For a step of a warm shape."""
+    """Deadline of a step of a warm shape."""
     start_deadline_s: float = 600.0
-    """For a whole start, and for a step of a cold shape."""
+    """Deadline of a whole start, and of a step of a cold shape."""
     process_deadline_s: float = 180.0
-    """For the ranks' processes to run, in all attempts, and again for imports and opening the devices."""
+    """Time for the ranks' processes to run, in all attempts, and again for imports and opening the devices."""
     connect_deadline_s: float = 120.0
-    """For the ranks to open the process group together."""
+    """Time for the ranks to open the process group together."""
     load_deadline_s: float | None = None
-    """For loading the weights; None: the rest of the start."""
+    """Deadline of loading the weights; None: the rest of the start."""
     build_deadline_s: float | None = None
-    """For compiling and the self-check; None: the rest of the start."""
+    """Deadline of compiling and the self-check; None: the rest of the start."""
     silence_deadline_s: float | None = None
-    """For a starting rank's pings; None: ``FORKED_SILENCE_S`` after a fork, else ``IMPORTS_SILENCE_S``."""
+    """Deadline of a starting rank's pings; None: ``FORKED_SILENCE_S`` after a fork, else ``IMPORTS_SILENCE_S``."""
     ping_deadline_s: float = 5.0
-    """For a ready rank's pings."""
+    """Deadline of a ready rank's pings."""
     plans_ahead: int = 2
     """Step plans submitted before the first result is awaited, at most."""
     max_running_jobs: int = 4
@@ -62,7 +62,7 @@ class GangConfig:
     elastic: bool = False
     """Jobs run side by side on teams; else all ranks work on one job at a time."""
     nccl: NcclOptions = DEFAULT_OPTIONS
-    """For every process group between GPUs."""
+    """Options of every process group between GPUs."""
 
     def __post_init__(self) -> None:
         for name in ("num_ranks", "threads_per_rank", "num_nodes", "plans_ahead", "max_running_jobs"):
@@ -133,7 +133,7 @@ class StoreAddress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankParts:
-    """What a rank works with."""
+    """Parts that a rank works with."""
 
     engine: Engine
     """Makes the forwards of a step."""
@@ -144,19 +144,19 @@ class RankParts:
     additions: AdditionLoader | None = None
     """Loads what requests add to the weights; None: nothing comes at run time."""
     forwards: Forwards | None = None
-    """How the modules' forwards run, if the engine says so."""
+    """Form of the modules' forwards; None if the engine does not report it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuiltRank:
-    """What a rank says once it is built."""
+    """Report of a rank after it is built."""
 
     team_sizes: tuple[int, ...]
     """Sizes of teams that its engine supports."""
     estimates: StepEstimates | None = None
     """Estimated step times of the engine; None if unknown."""
     forwards: Forwards | None = None
-    """How its modules' forwards run; None: not known."""
+    """Form of its modules' forwards; None: not known."""
 
 
 Environment = Mapping[str, str]

@@ -18,7 +18,7 @@ from engines.gang.watchdog import answer_of
 
 
 class GangSleep:
-    """Whether the weights of a gang are on its devices, and whether they should be.
+    """Sleep state of a gang: are its weights on its devices, and should they be?
 
     Jobs are admitted and dropped while it is asleep, and their states stay on the ranks. Steps wait.
     """
@@ -33,13 +33,13 @@ class GangSleep:
         self._wake_s = 0.0
         """Duration of the last wake-up; until one was measured, of the last sleep."""
         self._awake_at_s = 0.0
-        """When it is expected to be awake, while it is not."""
+        """Time at which it is expected to be awake, while it is not."""
         self.uses: tuple[MemoryUse, ...] = ()
         """Memory of each rank after the last sleep."""
 
     @property
     def may_work(self) -> bool:
-        """Whether steps may be sent."""
+        """True if steps may be sent."""
         return not (self._is_asleep or self._wants_sleep)
 
     @property

@@ -35,23 +35,23 @@ class InFlightStep:
     predicted_s: float = 0.0
     """0 without a measurement."""
     started_s: float | None = None
-    """When all earlier steps of its ranks were reported; None where ranks report early."""
+    """Time at which all earlier steps of its ranks were reported; None where ranks report early."""
     reported_s: float = 0.0
-    """When the last of its ranks reported; 0 before."""
+    """Time of the last report of its ranks; 0 before."""
     running_s: float = 0.0
-    """How long its ranks' devices had been in it by then."""
+    """Time that its ranks' devices had spent in it by then."""
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when all ranks have reported."""
     jobs: tuple[OpenJob, ...] = ()
     """The jobs of ``work``, once all ranks have reported."""
     was_warm: bool = False
-    """Whether no rank compiled or captured anything; False before all have reported."""
+    """True if no rank compiled or captured anything; False before all have reported."""
     took_ms: list[float] = field(default_factory=list)
     """Step time of each rank that has reported it."""
 
     @property
     def begun_s(self) -> float:
-        """When its ranks' devices began it, once all have reported; on CPUs, when the last reported."""
+        """Time at which its ranks' devices began it, once all have reported; on CPUs, time of the last report."""
         return self.reported_s - self.running_s
 
     def left_s(self, expected_s: float, now_s: float) -> float:
@@ -76,7 +76,7 @@ class Ledger:
         *,
         same_bytes: bool = True,
     ) -> None:
-        """``same_bytes``: see ``JobDone``."""
+        """Create an empty ledger. ``same_bytes``: see ``JobDone``."""
         self._ranks, self._reports_early = range(config.num_ranks), config.gpus_per_rank > 0
         self._table, self._metrics, self._step_times, self._clock = table, metrics, step_times, clock
         self._same_bytes = same_bytes

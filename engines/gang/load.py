@@ -16,7 +16,7 @@ REPLICAS_PER_REPORT_S = 50
 """Gangs of a model that report in one second, at most."""
 
 SAME_SHARE, SAME_S = 0.1, 0.01
-"""Open jobs with so much more left than a new one count as equal, and run before it.
+"""Open jobs with this much more work left than a new one count as equal, and run before it.
 
 Predicted times of steps are corrected by steps of a tenth (``MIN_CHANGE``), and reports are rounded."""
 
@@ -64,7 +64,7 @@ class GangLoad:
     cold_s: float = 0.0
     """Time that the first job of a kind took longer than its steps; 0 until measured."""
     by_urgency: bool = True
-    """Whether shorter jobs overtake longer ones; False: jobs run in order of arrival."""
+    """True if shorter jobs overtake longer ones; False: jobs run in order of arrival."""
     wake_s: float = 0.0
     """Predicted seconds until the weights are on the devices; 0 if they are."""
     adapters: str = ""
@@ -184,7 +184,7 @@ def _ranked(
 
 
 SENT_MEMORY_S = 1.0
-"""A report that comes so long after a job was sent has the job, if it is not done yet."""
+"""A report that comes this long after a job was sent includes the job, if it is not done yet."""
 
 
 class LoadBoard:

@@ -38,7 +38,7 @@ class ShareReport:
     token: str
     """Distinguishes a new process from the one that it replaces."""
     state: State
-    """What it is doing."""
+    """State that it is in."""
     uses: tuple[MemoryUse, ...] = ()
     """Memory of each process, ranks in order; empty until loaded."""
     demand: Demand = IDLE
@@ -51,7 +51,7 @@ class ShareReport:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShareOrder:
-    """What a deployment is to do."""
+    """Order of a group to a deployment."""
 
     state: State
     """The state to reach."""
@@ -63,14 +63,14 @@ class ShareOrder:
 
 @dataclass(kw_only=True, slots=True)
 class _Member:
-    """What a group knows of a deployment."""
+    """A deployment as its group knows it."""
 
     report: ShareReport
     """Its last report."""
     heard_s: float
-    """When that came."""
+    """Time of that report."""
     asked_s: float
-    """When it asked for its turn to load."""
+    """Time at which it requested its turn to load."""
     beside: dict[str, int] = field(default_factory=dict)
     """Most memory beside weights that a report saw, by device."""
     peak: dict[str, int] = field(default_factory=dict)
@@ -249,7 +249,7 @@ class ShareGroup:
         self._arbiter.hear(model, Demand.total(one.report.demand for one in ready), now_s)
 
     def _check_devices(self, report: ShareReport) -> None:
-        """Note the devices' memory; ValueError if ranks of two models are not on the same devices."""
+        """Record the devices' memory; ValueError if ranks of two models are not on the same devices."""
         for use in report.uses:
             own = int(USABLE * use.device_bytes) if use.device_bytes else None
             limits = [size for size in (own, self._memory_bytes) if size is not None]

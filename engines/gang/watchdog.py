@@ -45,7 +45,7 @@ class Watchdog:
 
     @property
     def is_cold(self) -> bool:
-        """Whether a step in flight may compile or capture, which can keep a rank from answering a ping."""
+        """True if a step in flight may compile or capture, which can keep a rank from answering a ping."""
         return self._num_cold > 0
 
     async def watch(self) -> None:

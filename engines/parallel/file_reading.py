@@ -96,7 +96,7 @@ class SpanReader:
     """Reads spans onto ``device``, with the other ranks of ``axis``, which make the same calls with equal files.
 
     The counts are of this rank: bytes that it read itself, bytes that other ranks read, and the seconds that it waited
-    for either. If a rank raises, the others wait in the exchange: whoever started the ranks has to end them.
+    for either. If a rank raises, the others wait in the exchange: the process that started the ranks must end them.
     """
 
     def __init__(self, device: torch.device, axis: Axis = ALONE) -> None:

@@ -67,10 +67,10 @@ class ShardedModel:
         num_offloaded: int = 0,
         originals_on_host: bool = False,
     ) -> None:
-        """``quantises``: ``on_new_module`` quantises the large layers, whose weights are read to the host.
+        """Prepare ``model``. ``quantises``: weights are read to the host, and ``on_new_module`` quantises large layers.
 
         ``num_offloaded`` blocks of each module stay on the host (``BlockOffload``). Teams divide no weights then.
-        ``originals_on_host``: so do loaded values of weights that additions change.
+        ``originals_on_host``: loaded values of weights that additions change stay there too.
         """
         self._model = model
         self._hooks = {name: TokenHooks(module, model.plan) for name, module in model.modules.items()}

@@ -67,7 +67,7 @@ class WeightFiles:
     folders: Mapping[str, Path]
     """Folder by module; a submodule may have one of its own, as ``module.submodule``."""
     device: torch.device
-    """Where the weights are loaded to."""
+    """Device of the loaded weights."""
 
     def fill(
         self,

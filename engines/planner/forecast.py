@@ -122,7 +122,7 @@ def workload(model: DenoiserModel, branches: tuple[Branch, ...]) -> Workload:
 
 
 TOKENS = tuple(2**power for power in range(6, 19))
-"""From the smallest picture to the longest clip; the cost model is smooth in between."""
+"""Numbers from the smallest picture to the longest clip; the cost model is smooth in between."""
 
 
 def estimates_of(plans: Mapping[int, Sequence[StepForecast]], specs: TeamSpecs) -> StepEstimates:

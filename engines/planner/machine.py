@@ -48,13 +48,13 @@ class Machine:
     memory_bytes: int
     """Memory of one rank."""
     exchanges: dict[str, Line]
-    """By "kind/ranks", such as "all_to_all/2"."""
+    """Lines by "kind/ranks", such as "all_to_all/2"."""
     quantised: dict[str, Rates] = field(default_factory=dict)
     """Rates of products in other precisions, by name."""
     attention_precision: str = "auto"
     """Precision of the attention that was timed (``engines.core.spec.ATTENTIONS``)."""
     fast_path: bool = False
-    """Whether engines run a family's hand-ordered step there."""
+    """True if engines run a family's hand-ordered step there."""
     host_bytes_per_s: float = HOST_BANDWIDTH
     """Speed of copies from pinned host memory; of a measured machine, an H100's."""
     source: str = ""
@@ -215,11 +215,11 @@ class PublishedFigures:
     memory_gib: float
     """GiB, less the part that error correction takes if it has no memory of its own."""
     link: str
-    """What connects two GPUs of a host: "NVLink" or "PCIe"."""
+    """Link between two GPUs of a host: "NVLink" or "PCIe"."""
     link_bytes_per_s: float
     """Between two GPUs of a host, per direction."""
     host_bytes_per_s: float = PCIE_5
-    """From the host's memory."""
+    """Rate from the host's memory."""
 
 
 _H200 = PublishedFigures(
@@ -303,6 +303,6 @@ PUBLISHED: Mapping[str, PublishedFigures] = {
     "rtx-4090": _figures("RTX 4090", ADA, (165.2, 330.3, 660.6), (24, 1008), (PCIE, 32)),
     "rtx-5090": _figures("RTX 5090", BLACKWELL, (209.5, 419, 838), (32, 1792), (PCIE, 64), PCIE_5),
 }
-"""By the name of ``--machine``. Error correction takes a sixteenth of the memory of L40S and L4."""
+"""Machines by the name in ``--machine``. Error correction takes a sixteenth of the memory of L40S and L4."""
 
 MACHINES: Mapping[str, Machine] = {"h200": H200} | {key: from_published(one) for key, one in PUBLISHED.items()}

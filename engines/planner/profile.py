@@ -88,9 +88,9 @@ class ModelProfile:
     num_hoisted: int = 2
     """Results of ``hoisted`` that a job with guidance needs from each module (``DenoiserModel``)."""
     has_fast_path: bool = False
-    """Whether the family has a hand-ordered step."""
+    """True if the family has a hand-ordered step."""
     divides_tokens: bool = True
-    """Whether ranks may have a share of the tokens each."""
+    """True if ranks may have a share of the tokens each."""
 
     @property
     def without_originals(self) -> ModelProfile:

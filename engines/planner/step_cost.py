@@ -103,7 +103,7 @@ class StepCost:
 
     @property
     def _is_fast(self) -> bool:
-        """Whether the engine would run the hand-ordered step: with whole weights, not in int8."""
+        """True if the engine would run the hand-ordered step: with whole weights, not in int8."""
         is_supported = self.precision in ("native", "fp8") and not self.spec.divides_weights
         is_supported = is_supported and not self.offloaded_blocks
         return self.profile.has_fast_path and self.machine.fast_path and is_supported

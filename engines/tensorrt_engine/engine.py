@@ -66,7 +66,7 @@ class TensorRTEngine:
         self._capture = capture
         self._shared: dict[Any, tuple[list[Branch], EngineExport] | None] = {}
         self._steps: dict[Any, LRUCache[_Step]] = {}
-        """By team key, then by shape. Ranks of a team request the same shapes in the same order."""
+        """Steps by team key, then by shape. Ranks of a team request the same shapes in the same order."""
         self._pool: GraphPool | None = None
         self._was_warm = False
 

@@ -321,9 +321,9 @@ class DividedForward:
     num_tokens: int
     """Tokens of all streams together, without padding."""
     is_fast: bool
-    """Whether the hand-ordered step runs it."""
+    """True if the hand-ordered step runs it."""
     is_even: bool
-    """Whether ranks that exchange heads get equal numbers."""
+    """True if ranks that exchange heads get equal numbers."""
 
     @property
     def exchanges_heads(self) -> bool:

@@ -1,4 +1,4 @@
-"""How a gang divides steps, and the file that keeps it: a rebuilt gang gives a seed the same bytes."""
+"""Decision of a gang how to divide steps, and its file: a rebuilt gang gives a seed the same bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class DecisionFile:
     """The file of a decision."""
 
     folder: Path
-    """Where all decisions are."""
+    """Folder of all decisions."""
     name: str
     """Prefix of the file name, which ends with a digest of the facts."""
     facts: Mapping[str, str]

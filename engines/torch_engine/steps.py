@@ -54,13 +54,13 @@ class _Step:
     function: Callable[[StepTensors], Tensor]
     """Returns the prediction."""
     is_short: bool = True
-    """Whether it may be captured by its arithmetic (``StepRunner.allows_capture``)."""
+    """True if it may be captured by its arithmetic (``StepRunner.allows_capture``)."""
     num_runs: int = 0
     """Calls so far."""
     captured: CapturedStep | None = None
     """Its CUDA graph; None: it runs eagerly."""
     has_room: bool = True
-    """Whether memory for a graph may exist: False after a failure, until another graph is released."""
+    """True if memory for a graph may exist: False after a failure, until another graph is released."""
 
 
 class StepRunner:
@@ -94,7 +94,7 @@ class StepRunner:
         self._steps: dict[Hashable, LRUCache[_Step]] = {}
         """Steps by team and its division, then by shape."""
         self.was_warm = False
-        """Whether the last run was a replay without a capture or, without capturing, of a shape that had run before."""
+        """True if the last run was a replay without a capture or, without capturing, of a shape that had run before."""
 
     def run(self, branch: Branch, team: Team) -> Tensor:
         """Return the whole prediction, equal on all ranks of the team's context and tensor axes."""

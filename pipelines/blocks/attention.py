@@ -26,7 +26,7 @@ from engines.fast.rotary import is_fusable, rotated_heads
 
 @dataclass(frozen=True, slots=True)
 class KernelConfig:
-    """What a processor's ``_parallel_config`` holds, so that diffusers' dispatcher calls our kernel."""
+    """Value of a processor's ``_parallel_config`` that makes diffusers' dispatcher call our kernel."""
 
     kernel: Kernel
     """Attention on this rank, perhaps wrapped by a strategy."""
@@ -59,7 +59,7 @@ class PrecomputedAttention:
     fused_projections = False
 
     def __init__(self, attn: Any, **made_BLC: Tensor) -> None:
-        """Names in ``made_BLC`` are "q", "k" and "v"."""
+        """Wrap ``attn``. Names in ``made_BLC`` are "q", "k" and "v"."""
         self._attn = attn
         for name, x_BLC in made_BLC.items():
             setattr(self, f"to_{name}", partial(_first, x_BLC))

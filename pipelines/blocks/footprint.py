@@ -40,7 +40,7 @@ for 2048x2048 by FLUX.1's auto-encoder, 9.3 for 832x480x81 by Wan's in float32, 
 COUNTED_FRAMES = 3
 """Latent frames of a chunked clip that are counted; all later ones equal the last."""
 DECODES = ("decode", "decode_segments")
-"""How blocks call an auto-encoder."""
+"""Methods of an auto-encoder that blocks call."""
 VIEWS = frozenset(
     {"_unsafe_view", "alias", "as_strided", "chunk", "detach", "empty", "empty_like", "expand", "permute", "reshape"}
     | {"select", "slice", "split", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view"}

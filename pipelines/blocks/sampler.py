@@ -78,7 +78,7 @@ class BlocksSampler:
         self._is_fast = self._spec.fast_weights(opened.part_config(opened.transformers[0])) is not None
         self._records: tuple[RecordedStep, ...] = ()
         self._cached_timesteps: LRUCache[tuple[Steps, Tensor]] = LRUCache(MAX_JOBS)
-        """By the id of a job's steps; the entry holds them, so that the id stays unique."""
+        """Timesteps by the id of a job's steps; the entry holds them, so that the id stays unique."""
 
     def begin(self, request: MediaRequest, conditioning: Conditioning) -> BlocksState:
         first, *later = request.stages
@@ -86,7 +86,7 @@ class BlocksSampler:
 
     @cached_property
     def latent_upsampler(self) -> Any:
-        """What makes the inputs of a second pass of the latents of the first; it is loaded at the first call."""
+        """Makes the inputs of a second pass from the latents of the first; loaded at first use."""
         assert self._spec.latent_upsampler is not None
         with timed("load: latent upsampler"):
             return self._spec.latent_upsampler(self._opened.path, self._pipeline, self._opened.dtype)

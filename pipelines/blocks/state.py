@@ -58,7 +58,7 @@ class BlocksState:
     """A job before its next step."""
 
     request: MediaRequest
-    """What the client asked for."""
+    """The client's request."""
     values: PipelineState
     """The pipeline's values at the start of the loop."""
     loop_state: BlockState

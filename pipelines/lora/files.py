@@ -61,9 +61,9 @@ class Layers:
     """Contents of an adapter file."""
 
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """By ``LAYER.lora_A.weight``, ``LAYER.lora_B.weight`` and ``LAYER.lora_B.bias``."""
+    """Tensors by ``LAYER.lora_A.weight``, ``LAYER.lora_B.weight`` and ``LAYER.lora_B.bias``."""
     alphas: Mapping[str, float] = field(default_factory=dict)
-    """By layer."""
+    """Alphas by layer."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """PEFT's own; empty if unknown."""
     whole: Mapping[str, Tensor] = field(default_factory=dict)
@@ -167,7 +167,7 @@ class _File:
     config: Mapping[str, Any]
     """PEFT's, with the names of layers in the file."""
     is_scaled: bool = False
-    """Whether the tensors already have the scales that the file's header and configuration name."""
+    """True if the tensors already have the scales that the file's header and configuration name."""
 
     def read(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers:
         """Return pairs by layers of the module, from its own names, its makers' or those that a loader translates.

@@ -52,7 +52,7 @@ class LoraCache(Mapping[str, Addition]):
         *,
         linears_only: bool,
     ) -> None:
-        """``linears_only``: a hand-ordered step holds copies of all other parameters."""
+        """Create it. ``linears_only``: a hand-ordered step holds copies of all other parameters."""
         self._configured, self._modules, self._pipeline_class = dict(configured), modules, pipeline_class
         self._limits, self._linears_only = limits, linears_only
         self._recent: OrderedDict[str, LoadedLora] = OrderedDict()

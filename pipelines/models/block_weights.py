@@ -98,7 +98,7 @@ class BlockVectors:
     num_singles: int
     """Number of blocks with one joined stream."""
     shared: bool
-    """Whether all dual blocks have the same vectors, and all single blocks too."""
+    """True if all dual blocks have the same vectors, and all single blocks too."""
     first_rows: int
     """Number of rows of text."""
 

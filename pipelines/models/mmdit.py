@@ -29,7 +29,7 @@ class MMDiTWeights(ABC):
     """A transformer arranged for ``FastMMDiT``; the module keeps working. Implements ``FastWeights``."""
 
     shares_vectors = False
-    """Whether all blocks of a kind have the same modulation."""
+    """True if all blocks of a kind have the same modulation."""
     window: int | None = None
     """Prompts may be padded to a multiple of this many tokens; None if all have one length."""
     latents_stream = IMAGE

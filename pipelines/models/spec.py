@@ -100,13 +100,13 @@ class ModelSpec(ABC):
     local_attention: tuple[str, ...] = ()
     """Name patterns (``*`` for a number) of attentions whose keys every rank has whole."""
     counts_heads: bool = False
-    """Whether attention processors split features by ``heads``; a ``tensor`` rank holds only a share of them."""
+    """True if attention processors split features by ``heads``; a ``tensor`` rank holds only a share of them."""
     is_whole: bool = False
-    """Whether the pipeline's own ``__call__`` runs on a rank, from text encoder to decoder (``generic.whole``)."""
+    """True if the pipeline's own ``__call__`` runs on a rank, from text encoder to decoder (``generic.whole``)."""
     has_known_conditioning: bool = True
-    """Whether ``blank_conditioning`` is implemented. If not, a gang warms up with its first request, unchecked."""
+    """True if ``blank_conditioning`` is implemented. If not, a gang warms up with its first request, unchecked."""
     reads_values: bool = False
-    """Whether the forward reads values of tensors on the host (``DenoiserModel``)."""
+    """True if the forward reads values of tensors on the host (``DenoiserModel``)."""
     makers_layers: Mapping[str, tuple[str, ...]] = {}
     """Own names of layers by regular expressions of the makers', of adapters whose names diffusers does not translate.
 
@@ -119,7 +119,7 @@ class ModelSpec(ABC):
     num_hoisted: int = 2
     """Results of ``hoisted`` that a job with guidance needs (``DenoiserModel``)."""
     hoists_by_blocks: bool = False
-    """Whether ``hoisted`` finds the weights of offloaded blocks (``DenoiserModel``)."""
+    """True if ``hoisted`` finds the weights of offloaded blocks (``DenoiserModel``)."""
     latent_upsampler: Callable[..., Any] | None = None
     """Opens what enlarges latents for a second pass (``ltx2.upsampler``); None: the family makes clips in one."""
     latent_upsampler_bytes: Callable[..., int] | None = None
@@ -141,17 +141,17 @@ class ModelSpec(ABC):
     windowed_prompts: tuple[int, ...] = ()
     """Lengths that a gang warms up where its engine pads prompts."""
     fits_pictures: bool = False
-    """Whether pictures become frames of the clip, cut to its size."""
+    """True if pictures become frames of the clip, cut to its size."""
     reference_latents: str = ""
     """Name of encoded pictures and clips that are tokens of each step, for estimates; empty: none, or in the prompt."""
     has_video_values: bool = False
-    """Whether requests without a clip have values in its place (``blank_video``)."""
+    """True if requests without a clip have values in its place (``blank_video``)."""
     needs_negative: bool = False
-    """Whether the blocks fail without a negative prompt, even if no guider looks at it."""
+    """True if the blocks fail without a negative prompt, even if no guider looks at it."""
     has_own_guidance: bool = False
-    """Whether the blocks handle a second prompt without a guider."""
+    """True if the blocks handle a second prompt without a guider."""
     decodes_frames_apart: bool = False
-    """Whether decoding blocks treat each frame alone, after the auto-encoder."""
+    """True if decoding blocks treat each frame alone, after the auto-encoder."""
     eager_only: str = ""
     """Why the forward cannot be exported from torch: text that follows the class name in a message."""
     eager_split: str = ""
@@ -159,7 +159,7 @@ class ModelSpec(ABC):
     schedulers: tuple[str, ...] = ()
     """Schedulers (``pipelines.solver``) that requests may name; none: the solver is fixed."""
     shifts_schedule: bool = False
-    """Whether requests may shift the schedule of a scheduler without such a name."""
+    """True if requests may shift the schedule of a scheduler without such a name."""
     schedules: tuple[str, ...] = ()
     """Schedules that the blocks take: ``sigmas``, ``timesteps``."""
     latent_channels: tuple[str, ...] = ()

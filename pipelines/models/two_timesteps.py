@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 FEW = 128
-"""Tokens that are embedded each for itself: on a GPU a product of so many rows takes no longer than one of two."""
+"""Tokens that are embedded one by one: on a GPU a product of so many rows takes no longer than one of two."""
 
 
 def two_of(times_BL: Tensor) -> tuple[Tensor, Tensor]:

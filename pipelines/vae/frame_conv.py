@@ -28,7 +28,7 @@ All that reads the sum is linear or divides by its norm, so that the pixels are 
 RUN_BYTES = 2**28
 """Memory of the products and their inputs that are made at a time, and at least those of a pair."""
 EDGES: dict[str, Edges] = {"zeros": None, "replicate": "replicate", "reflect": "reflect"}
-"""By the padding mode of a convolution; its own padding is zeros."""
+"""Edges by the padding mode of a convolution; its own padding is zeros."""
 
 
 def is_layer(part: Any, name: str) -> bool:

@@ -1,7 +1,7 @@
 """The decoder of clips that repeats edges, goes latent frame by latent frame and attends to earlier ones, fused.
 
 It replaces the library's, which decodes all frames at once. ``feat_cache`` and ``feat_idx`` are those of ``chunks``.
-What is added to a convolution of the sum is its own input, so it is part of the convolution's weights. A clip's first
+A convolution of the sum adds its own input, so the addition is part of the convolution's weights. A clip's first
 frame is enlarged by weights of its own, and not in time.
 """
 

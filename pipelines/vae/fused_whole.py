@@ -1,7 +1,7 @@
 """The decoder of clips that sees all frames at once, with RMS norms and upsampling by channels, fused.
 
-Its layers are replaced one by one, so tiles are decoded as before. What an upsampling adds to its convolution is its
-own input, so it is part of the convolution's weights.
+Its layers are replaced one by one, so tiles are decoded as before. An upsampling adds its own
+input to its convolution, so the addition is part of the convolution's weights.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Whole:
     dtype: torch.dtype
     """Dtype of the weights."""
     is_causal: bool
-    """Whether no frame depends on a later one."""
+    """True if no frame depends on a later one."""
     scale: float
     """Factor of the sum that runs through all residual blocks."""
 

@@ -1,4 +1,4 @@
-"""What flux-shapes is trained on: latent pools of every picture size, and the captions' tokens and labels."""
+"""Training data of flux-shapes: latent pools of every picture size, and the captions' tokens and labels."""
 
 import random
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ MAIN_SIZE = (128, 128)
 SIZES = {MAIN_SIZE: 11, (96, 96): 2, (96, 128): 2, (128, 96): 2, (64, 64): 1, (160, 160): 2}
 OTHERS_FROM = 0.4  # progress from which the other sizes are shown too
 REFRESH_EVERY = 8
-LONG_LENGTH = 512  # tokens that diffusers pads a prompt to unless it is told otherwise
+LONG_LENGTH = 512  # tokens that diffusers pads a prompt to unless another length is given
 LONG_SHARE = 4  # a step with long prompts has so much smaller a batch
 Size = tuple[int, int]
 Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
@@ -26,7 +26,7 @@ Tokenizers = tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shown:
-    """What a step shows: pictures of one size, and prompts padded to one length."""
+    """Form of one step's batch: pictures of one size, and prompts padded to one length."""
 
     size: Size
     num_tokens: int = MAX_LENGTH
@@ -36,7 +36,7 @@ class Shown:
         return self.num_tokens > MAX_LENGTH
 
     def batch(self, usual: int) -> int:
-        """Returns how many pictures the step shows."""
+        """Return how many pictures the step shows."""
         return max(usual // LONG_SHARE, 1) if self.is_long else usual
 
 
@@ -73,7 +73,7 @@ class PictureDataset:
         )
 
     def _latents(self, size: Size, row: Tensor) -> Tensor:
-        """Returns new latents of these rows' drawings."""
+        """Return new latents of these rows' drawings."""
         return self._encoded(draw(self.drawings[row], height=size[0], width=size[1])[:, :, 0])
 
     def _encoded(self, pixels_NCHW: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ class PictureDataset:
         return scaled
 
     def next_size(self, progress: float) -> Size:
-        """Returns the size of the next step's pictures; now and then it puts new ones in their pool."""
+        """Return the size of the next step's pictures; now and then it puts new ones in their pool."""
         shown = SIZES if progress >= OTHERS_FROM else {MAIN_SIZE: 1}
         size = self.rng.choices(tuple(shown), tuple(shown.values()))[0]
         self.steps += 1
@@ -93,26 +93,26 @@ class PictureDataset:
 
     @property
     def kinds(self) -> tuple[Shown, ...]:
-        """Returns all that steps may show."""
+        """All forms that steps may show."""
         return (
             *(Shown(size=size) for size in SIZES),
             *(Shown(size=MAIN_SIZE, num_tokens=length) for length in dict.fromkeys(self.long_lengths)),
         )
 
     def next_shown(self, progress: float) -> Shown:
-        """Returns what the next step shows; now and then it puts new pictures in a pool."""
+        """Return what the next step shows; now and then it puts new pictures in a pool."""
         size, (rounds, rest) = self.next_size(progress), divmod(self.steps, self.long_every)
         if rest == 1 and progress >= OTHERS_FROM:
             return Shown(size=MAIN_SIZE, num_tokens=self.long_lengths[rounds % len(self.long_lengths)])
         return Shown(size=size)
 
     def words(self, row_B: Tensor, num_tokens: int = MAX_LENGTH) -> tuple[Tensor, Tensor]:
-        """Returns the token ids (B, 48) for CLIP and (B, `num_tokens`) for T5."""
+        """Return the token ids (B, 48) for CLIP and (B, `num_tokens`) for T5."""
         padding = num_tokens - MAX_LENGTH
         t5_ids = functional.pad(self.t5_ids[row_B], (0, padding), value=self.t5_tokenizer.pad_token_id)
         return self.clip_ids[row_B], t5_ids
 
     def sample(self, size: Size, batch: int) -> tuple[Tensor, Tensor]:
-        """Returns latents of this size and the rows of their captions, some of them the empty prompt's."""
+        """Return latents of this size and the rows of their captions, some of them the empty prompt's."""
         latents, row = self.pools[size].sample(batch)
         return latents, with_dropout(row, self.empty)

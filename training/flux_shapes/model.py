@@ -20,7 +20,7 @@ TEXT_ATTENTION = "eager"  # 48 tokens need no kernel, and T5's position bias nee
 
 
 def build_vae() -> AutoencoderKL:
-    """Returns an auto-encoder: 8x down, 16 channels, and no attention, so that every size decodes alike."""
+    """Return an auto-encoder: 8x down, 16 channels, and no attention, so that every size decodes alike."""
     return AutoencoderKL(
         in_channels=3,
         out_channels=3,
@@ -71,7 +71,7 @@ def build_clip(tokenizer: PreTrainedTokenizerBase) -> CLIPTextModel:
 
 
 def t5_config(tokenizer: PreTrainedTokenizerBase) -> dict[str, object]:
-    """Returns the options that the T5 and the UMT5 encoder have in common."""
+    """Return the options that the T5 and the UMT5 encoder have in common."""
     return {
         "vocab_size": len(tokenizer),
         "d_model": TEXT_DIM,
@@ -95,7 +95,7 @@ def build_t5(tokenizer: PreTrainedTokenizerBase) -> T5EncoderModel:
 
 
 def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
-    """Returns a scheduler with FLUX.1-dev's own settings."""
+    """Return a scheduler with FLUX.1-dev's own settings."""
     return FlowMatchEulerDiscreteScheduler(
         num_train_timesteps=1000,
         shift=3.0,
@@ -108,24 +108,24 @@ def build_scheduler() -> FlowMatchEulerDiscreteScheduler:
 
 
 def shift_of(num_image_tokens: int) -> float:
-    """Returns the factor by which FLUX's scheduler moves its noise levels for a picture of so many tokens."""
+    """Return the factor by which FLUX's scheduler moves its noise levels for a picture of so many tokens."""
     return math.exp(calculate_shift(num_image_tokens))
 
 
 def image_ids(height: int, width: int, picture: int = 0) -> Tensor:
-    """Returns positions ``ids_S3`` (picture, row, column) of the tokens of a latent, which are 2 x 2; float32."""
+    """Return positions ``ids_S3`` (picture, row, column) of the tokens of a latent, which are 2 x 2; float32."""
     rows, columns = torch.meshgrid(torch.arange(height // 2), torch.arange(width // 2), indexing="ij")
     return torch.stack((torch.full_like(rows, picture), rows, columns), dim=-1).reshape(-1, 3).float()
 
 
 @cache
 def _positions(height: int, width: int, device: torch.device, picture: int = 0) -> Tensor:
-    """Returns `image_ids`, kept on the device: a copy to it cannot be part of a CUDA graph."""
+    """Return `image_ids`, kept on the device: a copy to it cannot be part of a CUDA graph."""
     return image_ids(height, width, picture).to(device)
 
 
 def additive(hidden: Tensor) -> Tensor:
-    """Returns the numbers that attention adds to the scores of hidden places. The encoders' own masks copy a number to
+    """Return the numbers that attention adds to the scores of hidden places. The encoders' own masks copy a number to
     the device each time, which no CUDA graph may do."""
     return hidden.float() * torch.finfo(torch.float32).min
 
@@ -148,13 +148,13 @@ class FluxModel(nn.Module):
 
     @property
     def clip_layers(self) -> nn.ModuleList:
-        """Returns the CLIP encoder's blocks, wherever this version of transformers keeps them."""
+        """Return the CLIP encoder's blocks, wherever this version of transformers keeps them."""
         encoder = getattr(self.clip, "text_model", self.clip).encoder
         layers: nn.ModuleList = encoder.layers
         return layers
 
     def text(self, clip_ids_BL: Tensor, t5_ids_BL: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns pooled (B, D) and sequence (B, L, D) in float32. Padding is attended to, as in FLUX's pipeline. The
+        """Return pooled (B, D) and sequence (B, L, D) in float32. Padding is attended to, as in FLUX's pipeline. The
         two tokenizers may pad to different lengths."""
         length, device = clip_ids_BL.shape[1], clip_ids_BL.device
         every = torch.zeros(1, 1, 1, t5_ids_BL.shape[1], device=device)
@@ -172,7 +172,7 @@ class FluxModel(nn.Module):
         text: tuple[Tensor, Tensor],
         reference_BCHW: Tensor | None = None,
     ) -> Tensor:
-        """Returns the predicted velocity, packed (B, S, 4 C). An editor sees a reference of that size besides."""
+        """Return the predicted velocity, packed (B, S, 4 C). An editor sees a reference of that size besides."""
         pooled, sequence = text
         height, width = latents_BCHW.shape[-2:]
         tokens = pack(latents_BCHW)

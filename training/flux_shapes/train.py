@@ -24,18 +24,18 @@ from training.pool import captioned_stills
 from training.shapes.tokens import byte_pairs, load_for_tokens, sentence_pieces
 
 GUIDANCE = (1.0, 5.0)
-NUM_MERGES = 1000  # freely worded captions have a few hundred words
+NUM_MERGES = 1000  # captions in free wording have a few hundred words
 
 
 def noised(latents: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns latents at noise levels that suit their size, the velocity there, and the levels (B,)."""
+    """Return latents at noise levels that suit their size, the velocity there, and the levels (B,)."""
     num_tokens = latents.shape[-1] * latents.shape[-2] // 4
     sigma_B = sample_sigma(len(latents), shift_of(num_tokens), latents.device)
     return *noisy(latents, sigma_B), sigma_B
 
 
 def flow_loss(model: FluxModel, data: PictureDataset, args: argparse.Namespace, shown: Shown) -> Tensor:
-    """Returns the squared error of the velocity at guidance 1, and the reader's loss (2,)."""
+    """Return the squared error of the velocity at guidance 1, and the reader's loss (2,)."""
     latents, row = data.sample(shown.size, shown.batch(args.batch))
     noisy_latents, velocity, sigma_B = noised(latents)
     text = model.text(*data.words(row, shown.num_tokens))
@@ -46,7 +46,7 @@ def flow_loss(model: FluxModel, data: PictureDataset, args: argparse.Namespace, 
 def distillation_loss(
     model: FluxModel, teacher: FluxModel, data: PictureDataset, args: argparse.Namespace, shown: Shown
 ) -> Tensor:
-    """Returns the squared error to the teacher's guided velocity, at a random guidance scale. The teacher reads short
+    """Return the squared error to the teacher's guided velocity, at a random guidance scale. The teacher reads short
     prompts, whatever the model reads."""
     latents, row = data.sample(shown.size, shown.batch(args.batch))
     noisy_latents, _, sigma_B = noised(latents)
@@ -63,7 +63,7 @@ def distillation_loss(
 
 
 def accelerate(model: FluxModel, device: str) -> FluxModel:
-    """Compiles static shapes of the text and of the first picture size, then dynamic ones of all others together."""
+    """Compile static shapes for the text and the first picture size, then dynamic ones for all others together."""
     speed_up([*model.t5.encoder.block, *model.clip_layers], device, dynamic=False)
     speed_up(
         [*model.transformer.transformer_blocks, *model.transformer.single_transformer_blocks], device, dynamic=None
@@ -74,7 +74,7 @@ def accelerate(model: FluxModel, device: str) -> FluxModel:
 def step_of_kinds(
     run: Run, data: PictureDataset, loss_of: Callable[[Shown], Tensor], *, everything: bool, graph: bool
 ) -> TensorFunction:
-    """Returns a step that shows one size or length after the other, each a graph of its own."""
+    """Return a step that shows one size or length after the other, each a graph of its own."""
 
     def loss(shown: Shown) -> Tensor:
         with uncompiled(on=shown.is_long):
@@ -87,7 +87,7 @@ def step_of_kinds(
 def match_flow(
     model: FluxModel, data: PictureDataset, args: argparse.Namespace, loss_of: Callable[[Shown], Tensor]
 ) -> Run:
-    """Trains all of the model, and leaves the averaged weights in it."""
+    """Train all of the model, and leave the averaged weights in it."""
     device, graph = device_of(args)
     run = Run(module=accelerate(model, device), budget=budget_of(args, args.out / "flow"))
     fit(run, step_of_kinds(run, data, loss_of, everything=bool(args.start), graph=graph), args.max_steps)
@@ -96,14 +96,14 @@ def match_flow(
 
 
 def frozen(model: FluxModel) -> FluxModel:
-    """Returns a copy of the model as it was before `accelerate`."""
+    """Return a copy of the model as it was before `accelerate`."""
     copied = copy.deepcopy(model).requires_grad_(False)
     undo_speed_up(copied)
     return copied
 
 
 def distillation(model: FluxModel, args: argparse.Namespace) -> Run:
-    """Returns a run that trains the transformer alone, for `args.distill_minutes`."""
+    """Return a run that trains the transformer alone, for `args.distill_minutes`."""
     model.requires_grad_(False)
     model.transformer.requires_grad_(True)
     budget = replace(
@@ -117,7 +117,7 @@ def distillation(model: FluxModel, args: argparse.Namespace) -> Run:
 
 
 def distil(model: FluxModel, data: PictureDataset, args: argparse.Namespace, loss: Callable[..., Tensor]) -> None:
-    """Trains the transformer to be guided by its scale alone. ``loss`` is as ``distillation_loss``."""
+    """Train the transformer to be guided by its scale alone. ``loss`` is as ``distillation_loss``."""
     device, graph = device_of(args)
     teacher = accelerate(frozen(model), device)
     run = distillation(model, args)
@@ -127,13 +127,13 @@ def distil(model: FluxModel, data: PictureDataset, args: argparse.Namespace, los
 
 
 def tokenizers_of(captions: list[str]) -> Tokenizers:
-    """Returns CLIP's and T5's tokenizers, made from captions."""
+    """Return CLIP's and T5's tokenizers, made from captions."""
     pieces = sentence_pieces(captions[:50_000], ignore_case=True)
     return byte_pairs(captions[:20_000], num_merges=NUM_MERGES), pieces
 
 
 def start(path: Path, tokenizers: Tokenizers | None = None) -> tuple[FluxModel, Tokenizers]:
-    """Returns an exported pipeline's model, to train on from there, and its tokenizers. With other tokenizers, tokens
+    """Return an exported pipeline's model, to train on from there, and its tokenizers. With other tokenizers, tokens
     that it had keep their embeddings."""
     pipeline: Any = FluxPipeline.from_pretrained(path, torch_dtype=torch.float32)
     olds = pipeline.tokenizer, pipeline.tokenizer_2
@@ -146,7 +146,7 @@ def start(path: Path, tokenizers: Tokenizers | None = None) -> tuple[FluxModel, 
 
 
 def train(args: argparse.Namespace) -> None:
-    """Runs this piece of the training; exports the averaged model before and after distillation."""
+    """Run this piece of the training; export the averaged model before and after distillation."""
     prepare(args.seed)
     device, graph = device_of(args)
     vae = AutoencoderKL.from_pretrained(args.vae).to(device).requires_grad_(False)

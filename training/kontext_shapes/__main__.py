@@ -38,14 +38,14 @@ def _roughened(latents_BCHW: Tensor) -> Tensor:
 
 
 def _emphasis(before_BCHW: Tensor, after_BCHW: Tensor) -> Tensor:
-    """Returns weights (B, S, 1) of mean 1, larger for the tokens that differ."""
+    """Return weights (B, S, 1) of mean 1, larger for the tokens that differ."""
     changed = pack((after_BCHW - before_BCHW).abs()).amax(-1, keepdim=True) > CHANGED
     weight = 1 + CHANGE_WEIGHT * changed
     return weight / weight.mean()
 
 
 def flow_loss(model: FluxModel, data: EditDataset, args: argparse.Namespace, shown: Shown) -> Tensor:
-    """Returns the squared error of the velocity at guidance 1, and the reader's loss (2,)."""
+    """Return the squared error of the velocity at guidance 1, and the reader's loss (2,)."""
     pairs, row = data.sample(shown.size, shown.batch(args.batch))
     before, after = pairs.unbind(1)
     noisy_latents, velocity, sigma_B = noised(after)
@@ -58,7 +58,7 @@ def flow_loss(model: FluxModel, data: EditDataset, args: argparse.Namespace, sho
 def distillation_loss(
     model: FluxModel, teacher: FluxModel, data: EditDataset, args: argparse.Namespace, shown: Shown
 ) -> Tensor:
-    """Returns the squared error to the teacher's guided velocity, at a random guidance scale. The teacher reads short
+    """Return the squared error to the teacher's guided velocity, at a random guidance scale. The teacher reads short
     prompts, whatever the model reads."""
     pairs, row = data.sample(shown.size, shown.batch(args.batch))
     before, after = pairs.unbind(1)
@@ -78,7 +78,7 @@ def distillation_loss(
 
 
 def start(args: argparse.Namespace, instructions: list[str]) -> tuple[FluxModel, Tokenizers]:
-    """Returns a new model, or an exported one to train on from there, and its tokenizers."""
+    """Return a new model, or an exported one to train on from there, and its tokenizers."""
     if not args.start:
         tokenizers = build_tokenizers(instructions)
         return build_model(tokenizers), tokenizers
@@ -92,7 +92,7 @@ def start(args: argparse.Namespace, instructions: list[str]) -> tuple[FluxModel,
 
 
 def train(args: argparse.Namespace) -> dict[str, Any]:
-    """Runs this piece of the training, exports the averaged model and returns its scores on held-out edits."""
+    """Run this piece of the training, export the averaged model and return its scores on held-out edits."""
     prepare(args.seed)
     device, graph = device_of(args)
     vae = AutoencoderKL.from_pretrained(args.vae, torch_dtype=torch.float32).to(device).requires_grad_(False)

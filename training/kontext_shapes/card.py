@@ -1,4 +1,4 @@
-"""What the exported folder says of itself: its model card, and the settings of requests."""
+"""Model card and request settings of the exported folder."""
 
 import shutil
 from pathlib import Path
@@ -16,7 +16,7 @@ PARTS = {
 
 
 def write_card(path: Path, scores: dict[str, Any]) -> None:
-    """Writes README.md and troupe.json into an exported folder, with the scores of `evaluate`."""
+    """Write README.md and troupe.json into an exported folder, with the scores of `evaluate`."""
     shares = {name: f"{scores[part][check]['share']:.1%}" for name, (part, check) in PARTS.items()}
     card = (HERE / "card.md").read_text()
     (path / "README.md").write_text(card.format(edits=scores["prompts"], **shares))

@@ -1,4 +1,4 @@
-"""What kontext-shapes is trained on: pools of pairs of latents, before and after an edit, and the edits' words."""
+"""Training data of kontext-shapes: pools of pairs of latents, before and after an edit, and the edits' words."""
 
 import random
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class EditedDrawings:
 
 
 def edited_drawings(edits: list[Edit], rng: random.Random) -> EditedDrawings:
-    """Returns the edits' drawings, with instructions in phrasings of training."""
+    """Return the edits' drawings, with instructions in phrasings of training."""
     said = [instruction(edit, rng) for edit in edits]
     before = CaptionedDrawings(
         drawings=board_drawings([edit.before for edit in edits]),
@@ -36,13 +36,13 @@ def edited_drawings(edits: list[Edit], rng: random.Random) -> EditedDrawings:
 
 
 def training_edits(count: int, seed: int) -> EditedDrawings:
-    """Returns edits that training may show."""
+    """Return edits that training may show."""
     rng = random.Random(seed)
     return edited_drawings([training_edit(rng) for _ in range(count)], rng)
 
 
 def draw_pair(before: Drawings, after: Drawings, size: Size, generator: torch.Generator | None = None) -> Tensor:
-    """Returns pictures (N, 2, 3, height, width) in [-1, 1] that differ by the edit alone."""
+    """Return pictures (N, 2, 3, height, width) in [-1, 1] that differ by the edit alone."""
     chance = Chance.of(before, generator)
     pair = [draw(one, height=size[0], width=size[1], chance=chance)[:, :, 0] for one in (before, after)]
     return torch.stack(pair, dim=1)

@@ -46,7 +46,7 @@ class Task:
 
 
 def held_out_tasks(count: int, seed: int, *, height: int, width: int) -> list[Task]:
-    """Returns edits that training never showed; every second one in a phrasing that training never showed."""
+    """Return edits that training never showed; every second one in a phrasing that training never showed."""
     rng = random.Random(seed)
     edits = [held_out_edit(rng) for _ in range(count)]
     said = [instruction(edit, rng, HELD_OUT if index % 2 else PHRASINGS) for index, edit in enumerate(edits)]
@@ -60,7 +60,7 @@ def held_out_tasks(count: int, seed: int, *, height: int, width: int) -> list[Ta
 
 
 def paint(pipeline: Any, tasks: list[Task], args: argparse.Namespace, seed: int) -> list[Pixels]:
-    """Returns one edited picture (height, width, 3) a task."""
+    """Return one edited picture (height, width, 3) a task."""
     images = pipeline(
         image=[Image.fromarray(task.before) for task in tasks],
         prompt=[task.said.text for task in tasks],
@@ -78,7 +78,7 @@ def paint(pipeline: Any, tasks: list[Task], args: argparse.Namespace, seed: int)
 
 
 def judged(task: Task, result: Pixels) -> dict[str, bool]:
-    """Returns what the result shows of the task, and the same apart by phrasing."""
+    """Return what the result shows of the task, and the same apart by phrasing."""
     seen = Judged(
         edit=task.edit,
         said=task.said,
@@ -92,7 +92,7 @@ def judged(task: Task, result: Pixels) -> dict[str, bool]:
 
 
 def load(checkpoint: Path, args: argparse.Namespace) -> Any:
-    """Returns diffusers' own pipeline of the checkpoint."""
+    """Return diffusers' own pipeline of the checkpoint."""
     dtype = getattr(torch, args.dtype)
     pipeline: Any = FluxKontextPipeline.from_pretrained(checkpoint, torch_dtype=dtype).to(args.device)
     pipeline.set_progress_bar_config(disable=True)
@@ -100,13 +100,13 @@ def load(checkpoint: Path, args: argparse.Namespace) -> Any:
 
 
 def painted(pipeline: Any, tasks: list[Task], args: argparse.Namespace) -> list[Pixels]:
-    """Returns one edited picture a task, painted in batches."""
+    """Return one edited picture a task, painted in batches."""
     starts = range(0, len(tasks), args.batch)
     return [image for start in starts for image in paint(pipeline, tasks[start : start + args.batch], args, start)]
 
 
 def _sheet(tasks: list[Task], results: list[Pixels], path: Path) -> None:
-    """Writes pictures before their edits in one row, with what became of them in the next."""
+    """Write pictures before their edits in one row, and the edited ones in the next."""
     rows = []
     for start in range(0, min(len(tasks), 4 * SHEET_COLUMNS), SHEET_COLUMNS):
         chosen = slice(start, start + SHEET_COLUMNS)
@@ -117,7 +117,7 @@ def _sheet(tasks: list[Task], results: list[Pixels], path: Path) -> None:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """Paints and judges the held-out edits, prints those that failed if asked to, and returns settings and shares."""
+    """Paint and judge the held-out edits, print the failed ones if asked to, and return settings and shares."""
     pipeline, start_s = load(args.checkpoint, args), time.monotonic()
     tasks = held_out_tasks(args.prompts, args.seed, height=args.height, width=args.width)
     results = painted(pipeline, tasks, args)
@@ -162,7 +162,7 @@ def _options() -> argparse.ArgumentParser:
 
 
 def evaluation_options(**changes: Any) -> argparse.Namespace:
-    """Returns the options that nobody gave, but for `changes`."""
+    """Return the default options with `changes`."""
     return argparse.Namespace(**vars(_options().parse_args([])) | changes)
 
 

@@ -32,7 +32,7 @@ class Judged:
 
 
 def _like(piece: Piece | None, picture: Picture) -> SeenShape | None:
-    """Returns the shape of the piece's shape and colour."""
+    """Return the first shape in the picture with the piece's shape and colour."""
     if piece is None:
         return None
     return next((s for s in picture.shapes if (s.shape, s.colour) == (piece.shape, piece.colour)), None)
@@ -52,7 +52,7 @@ def _nearest(wanted: SeenShape, picture: Picture, limit: float) -> SeenShape | N
 
 
 def _is_at(seen: SeenShape, place: str) -> bool:
-    """Returns whether the shape is at the place, or at its side where the place is a side."""
+    """Return whether the shape is at the place, or at its side where the place is a side."""
     column, row = PLACES[place]
     seen_column, seen_row = place_of(seen)
     if place == "centre":
@@ -82,7 +82,7 @@ _DONE: dict[str, Callable[[Judged, SeenShape], bool]] = {"add": _added, "move": 
 
 
 def is_done(judged: Judged) -> bool:
-    """Returns whether the result shows what was asked for."""
+    """Return whether the result shows what was asked for."""
     edit, result = judged.edit, judged.result
     if edit.kind == "background":
         return result.background == edit.after.background
@@ -97,7 +97,7 @@ def is_done(judged: Judged) -> bool:
 
 
 def _others_kept(judged: Judged) -> bool:
-    """Returns whether all other shapes are as they were, where they were."""
+    """Return whether all other shapes are as they were, where they were."""
     others = [piece for slot, piece in enumerate(judged.edit.before.slots) if piece and slot != judged.edit.slot]
     for piece in others:
         old, seen = _like(piece, judged.before), _like(piece, judged.result)
@@ -108,7 +108,7 @@ def _others_kept(judged: Judged) -> bool:
 
 
 def _rest_of_piece_kept(judged: Judged) -> bool:
-    """Returns whether the piece that was to change kept what was not to change."""
+    """Return whether the changed piece kept its other properties."""
     edit, result = judged.edit, judged.result
     old, wanted = edit.old, _like(edit.new, judged.wanted)
     if old is None or wanted is None:  # it came or went: nothing is left to keep
@@ -135,13 +135,13 @@ def _rest_of_piece_kept(judged: Judged) -> bool:
 
 
 def is_kept(judged: Judged) -> bool:
-    """Returns whether the result shows all that was there and was not asked to change, and nothing else."""
+    """Return whether the result shows all that the edit leaves alone, unchanged, and nothing else."""
     background = judged.edit.kind == "background" or judged.result.background == judged.before.background
     return background and _others_kept(judged) and _rest_of_piece_kept(judged)
 
 
 def check_edit(judged: Judged) -> dict[str, bool]:
-    """Returns what the edit did: as a whole, and by the kind of the edit."""
+    """Return what the edit did: as a whole, and by the kind of the edit."""
     done, kept = is_done(judged), is_kept(judged)
     kind = judged.edit.kind
     return {"done": done, "kept": kept, "both": done and kept, f"done ({kind})": done, f"kept ({kind})": kept}

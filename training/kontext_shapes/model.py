@@ -12,7 +12,7 @@ NUM_MERGES = 640  # instructions have more words than captions
 
 
 def build_transformer() -> FluxTransformer2DModel:
-    """Returns a transformer of six blocks: to find a shape by its words, and then what it becomes, takes several."""
+    """Return a transformer of six blocks: it takes several to find a shape by its words and then to change it."""
     return FluxTransformer2DModel(
         patch_size=1,
         in_channels=64,
@@ -32,5 +32,5 @@ def build_model(tokenizers: Tokenizers) -> FluxModel:
 
 
 def build_tokenizers(instructions: list[str]) -> Tokenizers:
-    """Returns CLIP's and T5's tokenizers, made from instructions."""
+    """Return CLIP's and T5's tokenizers, made from instructions."""
     return byte_pairs(instructions[:20_000], num_merges=NUM_MERGES), sentence_pieces(instructions[:50_000])

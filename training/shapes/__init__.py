@@ -1,1 +1,1 @@
-"""What the small models learn to draw: scenes, their pictures, their captions, and tokens of these."""
+"""Subjects of the small models: scenes, their pictures, their captions, and tokens of these."""

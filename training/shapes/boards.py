@@ -26,8 +26,10 @@ COUNTS = (0.3, 0.4, 0.3)  # shares of boards with one, two and three pieces
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """One shape. `x` and `y` are the ranges of its centre, fractions of width and height; `alone` of a piece that may
-    be larger than others."""
+    """One shape. `x` and `y` are the ranges of its centre, fractions of width and height.
+
+    An `alone` piece is the only one of its board and may be larger.
+    """
 
     shape: str
     colour: str
@@ -40,7 +42,7 @@ class Piece:
 
     @property
     def place(self) -> str:
-        """Returns which of `PLACES` the piece is at."""
+        """The one of `PLACES` that the piece is at."""
         return next(name for name, where in PLACES.items() if where == (self.column, self.row))
 
     @property
@@ -48,7 +50,7 @@ class Piece:
         return (RADII if self.alone else PAIR_RADII)[self.size]
 
     def at(self, column: int, row: int) -> "Piece":
-        """Returns the piece in this third of the picture. Where that is the third it is in, its range stays."""
+        """Return the piece in this third of the picture. Its range stays in a direction in which it does not move."""
         x = self.x if column == self.column else around(column, SPREAD)
         y = self.y if row == self.row else around(row, SPREAD)
         return replace(self, column=column, row=row, x=x, y=y)
@@ -69,7 +71,7 @@ class Board:
         return replace(self, slots=(*self.slots[:slot], piece, *self.slots[slot + 1 :]))
 
     def is_clear(self) -> bool:
-        """Returns whether pieces can be told from the background and from each other, and do not touch."""
+        """Return whether pieces can be told from the background and from each other, and do not touch."""
         looks = [(piece.shape, piece.colour) for piece in self.pieces]
         places = [piece.place for piece in self.pieces]
         return (
@@ -80,7 +82,7 @@ class Board:
 
 
 def piece_at(place: str, rng: random.Random) -> Piece:
-    """Returns any piece at one of `PLACES`."""
+    """Return any piece at one of `PLACES`."""
     column, row = PLACES[place]
     return Piece(
         shape=rng.choice(SHAPES),
@@ -94,7 +96,7 @@ def piece_at(place: str, rng: random.Random) -> Piece:
 
 
 def _loosened(piece: Piece) -> Piece:
-    """Returns a piece at one side anywhere along this side, as pairs by relation are drawn."""
+    """Return a piece at one side anywhere along this side, as pairs by relation are drawn."""
     return replace(piece, x=WIDE if piece.column == 0 else piece.x, y=WIDE if piece.row == 0 else piece.y)
 
 
@@ -104,13 +106,13 @@ def _opposite(pieces: list[Piece]) -> bool:
 
 @cache
 def _far_places(count: int) -> tuple[tuple[str, ...], ...]:
-    """Returns all sets of so many places of which every two are far apart."""
+    """Return all sets of so many places of which every two are far apart."""
     sets = combinations(PLACES, count)
     return tuple(places for places in sets if all(far_apart(*pair) for pair in combinations(places, 2)))
 
 
 def random_board(rng: random.Random, num_pieces: int | None = None) -> Board:
-    """Returns any clear board with so many pieces, or with one to three."""
+    """Return any clear board with so many pieces, or with one to three."""
     num_pieces = num_pieces or rng.choices((1, 2, 3), COUNTS)[0]
     while True:
         pieces = [piece_at(place, rng) for place in rng.choice(_far_places(num_pieces))]
@@ -126,7 +128,7 @@ def random_board(rng: random.Random, num_pieces: int | None = None) -> Board:
 
 
 def board_drawings(boards: list[Board]) -> Drawings:
-    """Returns the tensors that `draw` turns into pictures."""
+    """Return the tensors that `draw` turns into pictures."""
 
     def rows(of_piece: Callable[[Piece], Any], empty: Any) -> list[list[Any]]:
         return [[empty if piece is None else of_piece(piece) for piece in board.slots] for board in boards]

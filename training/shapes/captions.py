@@ -42,19 +42,19 @@ class CaptionParts:
 
     @classmethod
     def random(cls, rng: random.Random) -> "CaptionParts":
-        """Returns all parts for most captions, and some of them for the others."""
+        """Return all parts for most captions, and some of them for the others."""
         if rng.random() < FULL_CAPTION_SHARE:
             return cls()
         return cls(size=rng.random() < 0.6, place=rng.random() < 0.8, background=rng.random() < 0.75)
 
 
 def colour_word(name: str, rng: random.Random) -> str:
-    """Returns a word for one of `BACKGROUNDS`."""
+    """Return a word for one of `BACKGROUNDS`."""
     return rng.choice(_COLOUR_WORDS.get(name, (name,)))
 
 
 def with_article(words: str, rng: random.Random) -> str:
-    """Returns the words after "a" or "an", now and then after "one"."""
+    """Return the words after "a" or "an", now and then after "one"."""
     article = "an" if words[0] in "aeiou" else "a"
     return f"{'one' if rng.random() < 0.05 else article} {words}"
 
@@ -65,7 +65,7 @@ def _item_phrase(item: Item, parts: CaptionParts, rng: random.Random) -> str:
 
 
 def place_phrase(place: str, rng: random.Random) -> str:
-    """Returns a phrase for one of `PLACES`."""
+    """Return a phrase for one of `PLACES`."""
     if place in _PLACE_PHRASES:
         return rng.choice(_PLACE_PHRASES[place])
     upper = place.replace("top", "upper").replace("bottom", "lower")
@@ -113,14 +113,14 @@ def finish(text: str, rng: random.Random) -> str:
 
 
 def caption(scene: Scene, rng: random.Random, parts: CaptionParts | None = None) -> str:
-    """Returns a caption of a still picture that names these parts, or parts that are chosen at random."""
+    """Return a caption of a still picture that names these parts, or parts that are chosen at random."""
     parts = parts or CaptionParts.random(rng)
     body = _items_phrase(scene, parts, rng)
     return finish(_with_background(body, scene.background, rng) if parts.background else body, rng)
 
 
 def motion_caption(scene: MotionScene, rng: random.Random, parts: CaptionParts | None = None) -> str:
-    """Returns a caption of a video that names the motion and these parts, or parts that are chosen at random."""
+    """Return a caption of a video that names the motion and these parts, or parts that are chosen at random."""
     parts = parts or CaptionParts.random(rng)
     motion = rng.choice(_MOTION_PHRASES[scene.motion]).format(moves=rng.choice(_MOVES))
     body = f"{_item_phrase(scene.item, parts, rng)} {motion}"

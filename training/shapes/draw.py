@@ -70,7 +70,7 @@ def still(x: Range, y: Range, radius: Range) -> tuple[Range, ...]:
 
 
 def item_ranges(scene: Scene) -> tuple[tuple[Range, ...], ...]:
-    """Returns the ranges of the 8 parameters of each item of a still scene."""
+    """Return the ranges of the 8 parameters of each item of a still scene."""
     radii = RADII if len(scene.items) == 1 else PAIR_RADII
     if scene.relation is not None:
         spread: Range = (0.38, 0.62)
@@ -82,7 +82,7 @@ def item_ranges(scene: Scene) -> tuple[tuple[Range, ...], ...]:
 
 
 def motion_ranges(scene: MotionScene) -> tuple[Range, ...]:
-    """Returns the ranges of the moving item's 8 parameters."""
+    """Return the ranges of the moving item's 8 parameters."""
     middle, wide, radius = (0.44, 0.56), (0.34, 0.66), _MOTION_RADII[scene.item.size]
     start, end, far = (0.22, 0.27), (0.73, 0.78), (0.46, 0.54)
     back = (-far[1], -far[0])
@@ -115,12 +115,12 @@ def _drawings(
 
 
 def still_drawings(scenes: list[Scene]) -> Drawings:
-    """Returns the tensors that `draw` turns into pictures."""
+    """Return the tensors that `draw` turns into pictures."""
     return _drawings([s.items for s in scenes], [item_ranges(s) for s in scenes], [s.background for s in scenes])
 
 
 def motion_drawings(scenes: list[MotionScene]) -> Drawings:
-    """Returns the tensors that `draw` turns into videos."""
+    """Return the tensors that `draw` turns into videos."""
     return _drawings([(s.item,) for s in scenes], [(motion_ranges(s),) for s in scenes], [s.background for s in scenes])
 
 
@@ -143,7 +143,7 @@ def _triangle(x: Tensor, y: Tensor, radius: Tensor) -> Tensor:
 
 
 def _distance(shape: Tensor, x: Tensor, y: Tensor, radius: Tensor) -> Tensor:
-    """Returns the signed distance to the shape's edge; x to the right, y upwards, all in pixels."""
+    """Return the signed distance to the shape's edge; x to the right, y upwards, all in pixels."""
     square = torch.maximum(x.abs(), y.abs()) - 0.89 * radius
     distance = torch.where(shape == 0, torch.hypot(x, y) - radius, square)
     distance = torch.where(shape == 2, _triangle(x, y, OUTER * radius), distance)
@@ -157,13 +157,13 @@ def _inside(centre: Tensor, radius: Tensor, side_px: int, short_px: int) -> Tens
 
 @cache
 def _table(names: tuple[str, ...], device: torch.device) -> Tensor:
-    """Returns the colours (names, 3), kept on the device: a copy to it cannot be part of a CUDA graph."""
+    """Return the colours (names, 3), kept on the device: a copy to it cannot be part of a CUDA graph."""
     return torch.tensor([PALETTE[name] for name in names], device=device)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chance:
-    """What a drawing leaves open, as numbers in [0, 1): the place of each parameter in its range, and each colour's
+    """Random choices of a drawing as numbers in [0, 1): the place of each parameter in its range, and each colour's
     difference from the palette. Two drawings with the same chance look alike where they say the same."""
 
     parameters_NIP: Tensor
@@ -197,8 +197,8 @@ def draw(
     generator: torch.Generator | None = None,
     chance: Chance | None = None,
 ) -> Tensor:
-    """Returns videos (N, 3, frames, height, width) in [-1, 1], on the drawings' device. What drawings leave open is
-    `chance`, or comes from the generator."""
+    """Return videos (N, 3, frames, height, width) in [-1, 1], on the drawings' device. Random choices come from
+    `chance`, or else from the generator."""
     device, short = drawings.shape_NI.device, min(height, width)
     chance = chance or Chance.of(drawings, generator)
     low, high = drawings.ranges_NIP2.unbind(-1)

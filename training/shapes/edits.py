@@ -1,4 +1,4 @@
-"""What can be asked of a picture: an edit takes a board to the board that was asked for.
+"""Edits of pictures: an edit changes one board into another.
 
 Held out of training are some combinations of an edit's kind, the shape and colour that it changes, and what it makes of
 them. Wording is apart (`instructions`), with held-out phrasings of its own.
@@ -17,8 +17,8 @@ RECOLOURED_SHARE = 0.3  # of the pieces that get another shape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Edit:
-    """`slot` is that of the piece that changes (None: the background does). A move says the `place` to move to: one
-    side alone ("left") changes the column or the row, and the other stays."""
+    """One edit of the piece in `slot` (None: of the background). A move has the `place` to move to: one side alone
+    ("left") changes the column or the row, and the other stays."""
 
     kind: str
     before: Board
@@ -28,17 +28,17 @@ class Edit:
 
     @property
     def old(self) -> Piece | None:
-        """Returns the piece that changes, as it was; None if it was not there."""
+        """The piece that changes, before the edit; None if there was none."""
         return None if self.slot is None else self.before.slots[self.slot]
 
     @property
     def new(self) -> Piece | None:
-        """Returns the piece that changes, as it is then; None if it is gone."""
+        """The piece that changes, after the edit; None if it is gone."""
         return None if self.slot is None else self.after.slots[self.slot]
 
 
 def moved_to(piece: Piece, place: str) -> Piece:
-    """Returns the piece moved as `Edit.place` says."""
+    """Return the piece moved as `Edit.place` says."""
     column, row = PLACES[place]
     if place == "centre":
         return piece.at(0, 0)
@@ -54,7 +54,7 @@ def _resized(size: str, rng: random.Random) -> str:
 
 
 def _changed(kind: str, piece: Piece, rng: random.Random) -> Piece | None:
-    """Returns what one of the kinds that change one piece makes of it. A new colour may be the background's."""
+    """Return what one of the kinds that change one piece makes of it. A new colour may be the background's."""
     if kind == "recolour":
         return replace(piece, colour=_other(COLOURS, piece.colour, rng))
     if kind == "resize":
@@ -67,7 +67,7 @@ def _changed(kind: str, piece: Piece, rng: random.Random) -> Piece | None:
 
 
 def _any_edit(kind: str, rng: random.Random) -> Edit:
-    """Returns an edit of this kind whose result may be unclear, or the picture that was there before."""
+    """Return an edit of this kind whose result may be unclear, or the picture that was there before."""
     board = random_board(rng)
     if kind == "background":
         after = replace(board, background=_other(BACKGROUNDS, board.background, rng))
@@ -83,7 +83,7 @@ def _any_edit(kind: str, rng: random.Random) -> Edit:
 
 
 def random_edit(rng: random.Random) -> Edit:
-    """Returns any edit, held out or not, that changes a clear picture into another clear one."""
+    """Return any edit, held out or not, that changes a clear picture into another clear one."""
     kind = rng.choices(KINDS, WEIGHTS)[0]
     while True:
         edit = _any_edit(kind, rng)
@@ -92,7 +92,7 @@ def random_edit(rng: random.Random) -> Edit:
 
 
 def is_held_out_edit(edit: Edit) -> bool:
-    """Returns whether the edit is one of those combinations that training never shows."""
+    """Return whether the edit is one of those combinations that training never shows."""
     if edit.slot is None:
         return held_out(edit.kind, edit.before.background, edit.after.background)
     piece = edit.old or edit.new
@@ -103,10 +103,10 @@ def is_held_out_edit(edit: Edit) -> bool:
 
 
 def training_edit(rng: random.Random) -> Edit:
-    """Returns an edit that training may show."""
+    """Return an edit that training may show."""
     return draw_until(rng, random_edit, lambda edit: not is_held_out_edit(edit))
 
 
 def held_out_edit(rng: random.Random) -> Edit:
-    """Returns an edit that training never shows."""
+    """Return an edit that training never shows."""
     return draw_until(rng, random_edit, is_held_out_edit)

@@ -33,7 +33,7 @@ EDIT_ANSWERS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Instruction:
-    """An edit in words. `named` is what they say of what is there, `made` what they say of what is to be there."""
+    """An edit in words. `named` has the properties in words of the piece before the edit, `made` those after it."""
 
     text: str
     kind: str
@@ -49,7 +49,7 @@ def _phrasing_key(edit: Edit) -> str:
 
 
 def _made(edit: Edit, rng: random.Random) -> Said:
-    """Returns what the words must say of the result, and some of what they may."""
+    """Return the properties of the result that the words must have, and some that they may have."""
     if edit.slot is None:
         return Said(colour=edit.after.background)
     old, new = edit.old, edit.new
@@ -69,13 +69,13 @@ def _made(edit: Edit, rng: random.Random) -> Said:
 
 
 def to_phrase(place: str, rng: random.Random) -> str:
-    """Returns a phrase for where something moves to, one of `PLACES`."""
+    """Return a phrase for where something moves to, one of `PLACES`."""
     upper = place.replace("top", "upper").replace("bottom", "lower")
     return rng.choice(_TO_PHRASES.get(place, _TO_CORNERS)).format(place, upper)
 
 
 def _at(edit: Edit, made: Said, rng: random.Random) -> str:
-    """Returns where something is to be; in the middle of a phrasing of "add", so with the space before it."""
+    """Return a phrase for the place; a phrasing of "add" has it in the middle, so with a space before it."""
     if made.place is None:
         return ""
     return f"{' ' if edit.kind == 'add' else ''}{place_phrase(made.place, rng)}"
@@ -115,7 +115,7 @@ def _finished(text: str, phrasing: str, rng: random.Random) -> str:
 
 
 def instruction(edit: Edit, rng: random.Random, phrasings: Phrasings = PHRASINGS) -> Instruction:
-    """Returns words that ask for the edit and for no other, in one of the phrasings."""
+    """Return words that ask for the edit and for no other, in one of the phrasings."""
     old = edit.old
     named = Said() if old is None else reference(edit.before, old, rng)
     made = _made(edit, rng)
@@ -125,11 +125,11 @@ def instruction(edit: Edit, rng: random.Random, phrasings: Phrasings = PHRASINGS
 
 
 def _indices(said: Said) -> tuple[int, ...]:
-    """Returns the numbers of what is said, 0 for what is not."""
+    """Return the index of each property in words, 0 if it is left open."""
     choices = ((said.shape, SHAPES), (said.colour, BACKGROUNDS), (said.size, SIZES), (said.place, tuple(PLACES)))
     return tuple(0 if value is None else names.index(value) + 1 for value, names in choices)
 
 
 def edit_labels(said: Instruction) -> Labels:
-    """Returns what a reader should read: the kind, what is named and what is made of it, in one row."""
+    """Return what a reader should read: the kind, what is named and what is made of it, in one row."""
     return [(KINDS.index(said.kind), *_indices(said.named), *_indices(said.made))]

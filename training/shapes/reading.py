@@ -1,7 +1,7 @@
 """Teaches the text encoders to read: beside the pictures' loss, what a scene holds must be told from the tokens.
 
 A small reader asks one question a place (a video: one in all) by attention over the tokens, and answers with a shape, a
-colour and so on, each apart, so that an unseen combination of them reads as well as a seen one. Only training has it.
+colour and so on, separately: an unseen combination of them then reads as well as a seen one. Only training has it.
 """
 
 from collections.abc import Sequence
@@ -26,14 +26,14 @@ def _item(item: Item) -> tuple[int, int, int]:
 
 
 def still_labels(scene: Scene) -> Labels:
-    """Returns for each of `PLACES` the shape, colour and size there (0: nothing) and the background."""
+    """Return for each of `PLACES` the shape, colour and size there (0: nothing) and the background."""
     places = _SIDES[scene.relation] if scene.relation else [item.place for item in scene.items]
     there = {place: _item(item) for place, item in zip(places, scene.items, strict=True)}
     return [(*there.get(place, _NOTHING), BACKGROUNDS.index(scene.background)) for place in PLACES]
 
 
 def motion_labels(scene: MotionScene) -> Labels:
-    """Returns one row: shape, colour, size, background, motion."""
+    """Return one row: shape, colour, size, background, motion."""
     return [(*_item(scene.item), BACKGROUNDS.index(scene.background), MOTIONS.index(scene.motion))]
 
 
@@ -48,13 +48,13 @@ class Reader(nn.Module):
         self.answers = nn.Sequential(nn.LayerNorm(dim), nn.Linear(dim, sum(answers)))
 
     def forward(self, tokens_BLD: Tensor) -> list[Tensor]:
-        """Returns the scores (B, Q, choices) of each factor."""
+        """Return the scores (B, Q, choices) of each factor."""
         questions = self.questions.expand(len(tokens_BLD), -1, -1)
         attended, _ = self.attention(questions, tokens_BLD, tokens_BLD, need_weights=False)
         return list(self.answers(attended).split(self.choices, dim=-1))
 
     def loss(self, tokens_BLD: Tensor, labels_BQF: Tensor) -> Tensor:
-        """Returns the mean cross entropy; what a caption leaves unsaid keeps it above zero."""
+        """Return the mean cross entropy; what a caption leaves unsaid keeps it above zero."""
         scores, labels = self(tokens_BLD), labels_BQF.long().unbind(-1)
         losses = [
             functional.cross_entropy(score.flatten(0, 1), label.flatten(), ignore_index=NOT_ASKED)
@@ -64,6 +64,6 @@ class Reader(nn.Module):
 
 
 def label_rows(labels: list[Labels]) -> Tensor:
-    """Returns labels (N + 1, Q, F) as small integers; the row after the last scene's is the empty prompt's."""
+    """Return labels (N + 1, Q, F) as small integers; the row after the last scene's is the empty prompt's."""
     rows = torch.tensor(labels, dtype=torch.int8)
     return torch.cat([rows, torch.full_like(rows[:1], NOT_ASKED)])

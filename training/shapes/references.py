@@ -23,7 +23,7 @@ _LIKELY = {"shape": 4.0, "colour": 1.0, "size": 0.35, "place": 0.35}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Said:
-    """What words say of a shape or a background; None where they leave it open."""
+    """Properties of a shape or a background in words; None where they leave it open."""
 
     shape: str | None = None
     colour: str | None = None
@@ -39,7 +39,7 @@ def _lies_at(piece: Piece, place: str) -> bool:
 
 
 def fits(piece: Piece, said: Said) -> bool:
-    """Returns whether the words may mean this piece. A size excludes none but the opposite one."""
+    """Return whether the words may mean this piece. A size excludes none but the opposite one."""
     return (
         said.shape in (None, piece.shape)
         and said.colour in (None, piece.colour)
@@ -49,7 +49,7 @@ def fits(piece: Piece, said: Said) -> bool:
 
 
 def _place_names(piece: Piece) -> list[str]:
-    """Returns the names of a piece's place: those of a corner are the corner and its two sides."""
+    """Return the names of a piece's place: a corner has its own and those of its two sides."""
     return [piece.place] if piece.place == "centre" else [name for name in PLACES if _names(piece, name)]
 
 
@@ -58,7 +58,7 @@ def _names(piece: Piece, place: str) -> bool:
 
 
 def reference(board: Board, piece: Piece, rng: random.Random) -> Said:
-    """Returns some of the piece's properties, which no other piece of the board has together."""
+    """Return a combination of the piece's properties that no other piece of the board has."""
     whole = Said(
         shape=piece.shape,
         colour=piece.colour,
@@ -82,13 +82,13 @@ def _likelihood(said: Said) -> float:
 
 
 def shape_word(shape: str | None, rng: random.Random) -> str:
-    """Returns a noun for one of `SHAPES`, or for any shape."""
+    """Return a noun for one of `SHAPES`, or for any shape."""
     assert shape is None or shape in SHAPES
     return rng.choice(SHAPE_WORDS[shape] if shape else _ANY_SHAPE)
 
 
 def described(said: Said, rng: random.Random, *, compared: bool = False) -> str:
-    """Returns the words without an article, and without the place. `compared` if there are others to compare with."""
+    """Return the words without an article, and without the place. `compared` if there are others to compare with."""
     sizes: tuple[str, ...] = SIZE_WORDS.get(said.size or "", ())
     if compared and said.size and rng.random() < 0.3:
         sizes = _COMPARATIVES[said.size]
@@ -98,7 +98,7 @@ def described(said: Said, rng: random.Random, *, compared: bool = False) -> str:
 
 
 def reference_phrase(said: Said, rng: random.Random, *, compared: bool) -> str:
-    """Returns the words of a reference, with its article."""
+    """Return the words of a reference, with its article."""
     if said == Said():
         return rng.choice(("it", "it", "the shape"))
     words = described(said, rng, compared=compared)

@@ -1,4 +1,4 @@
-"""What can be drawn: scenes of coloured shapes, and the split that keeps some combinations out of training.
+"""Scenes of coloured shapes, and the split that keeps some combinations out of training.
 
 A scene is fully decided (size, place, background); a caption may leave parts of it unsaid. Held-out combinations are
 (shape, colour, place) for a placed object, (object, relation, object) for a pair and (shape, colour, motion) for a
@@ -66,12 +66,12 @@ class MotionScene:
 
 
 def held_out(*key: str) -> bool:
-    """Returns whether a combination of properties is one that training never shows."""
+    """Return whether a combination of properties is one that training never shows."""
     return zlib.crc32("|".join(key).encode()) % HELD_OUT_ONE_IN == 0
 
 
 def is_held_out(scene: Scene) -> bool:
-    """Returns whether the picture shows a combination that training never shows."""
+    """Return whether the picture shows a combination that training never shows."""
     placed = any(held_out(item.shape, item.colour, item.place) for item in scene.items if item.place is not None)
     if scene.relation is None:
         return placed
@@ -80,7 +80,7 @@ def is_held_out(scene: Scene) -> bool:
 
 
 def is_held_out_motion(scene: MotionScene) -> bool:
-    """Returns whether the video shows a combination of shape, colour and motion that training never shows."""
+    """Return whether the video shows a combination of shape, colour and motion that training never shows."""
     return held_out(scene.item.shape, scene.item.colour, scene.motion)
 
 
@@ -101,7 +101,7 @@ def _random_pair(rng: random.Random, places: tuple[str | None, str | None]) -> t
 
 
 def far_apart(first: str, second: str) -> bool:
-    """Returns whether two places lie on opposite sides, so that shapes drawn there cannot touch."""
+    """Return whether two places lie on opposite sides, so that shapes drawn there cannot touch."""
     (x0, y0), (x1, y1) = PLACES[first], PLACES[second]
     return abs(x0 - x1) == 2 or abs(y0 - y1) == 2
 
@@ -114,7 +114,7 @@ def _far_places(rng: random.Random) -> tuple[str, str]:
 
 
 def random_scene(rng: random.Random, mix: tuple[float, float] = MIX) -> Scene:
-    """Returns any scene, held out or not: one item, a pair by relation, or a pair by two places."""
+    """Return any scene, held out or not: one item, a pair by relation, or a pair by two places."""
     kind = rng.random()
     if kind < mix[0]:
         items: tuple[Item, ...] = (_random_item(rng, rng.choice(tuple(PLACES))),)
@@ -125,7 +125,7 @@ def random_scene(rng: random.Random, mix: tuple[float, float] = MIX) -> Scene:
 
 
 def random_motion_scene(rng: random.Random) -> MotionScene:
-    """Returns any video scene, held out or not. A circle never turns: nobody could see it."""
+    """Return any video scene, held out or not. A circle never turns, since that would be invisible."""
     item, motion = _random_item(rng), rng.choice(MOTIONS)
     while motion == "turn" and item.shape == "circle":
         item = _random_item(rng)
@@ -133,25 +133,25 @@ def random_motion_scene(rng: random.Random) -> MotionScene:
 
 
 def draw_until(rng: random.Random, make: Callable[[random.Random], S], keep: Callable[[S], bool]) -> S:
-    """Returns the first that is to be kept."""
+    """Return the first result of `make` that `keep` accepts."""
     while not keep(scene := make(rng)):
         pass
     return scene
 
 
 def training_scene(rng: random.Random) -> Scene:
-    """Returns a scene that training may show. Most show two shapes, which are harder to learn than one, most of all by
+    """Return a scene that training may show. Most show two shapes, which are harder to learn than one, most of all by
     a place each."""
     return draw_until(rng, lambda rng: random_scene(rng, TRAINING_MIX), lambda scene: not is_held_out(scene))
 
 
 def held_out_scene(rng: random.Random) -> Scene:
-    """Returns a scene that training never shows."""
+    """Return a scene that training never shows."""
     return draw_until(rng, random_scene, is_held_out)
 
 
 def training_motion_scene(rng: random.Random) -> MotionScene:
-    """Returns a video scene that training may show. Small shapes, and colours that hardly differ from the background's,
+    """Return a video scene that training may show. Small shapes, and colours that hardly differ from the background's,
     are harder to learn and come more often."""
 
     def is_kept(scene: MotionScene) -> bool:
@@ -164,5 +164,5 @@ def training_motion_scene(rng: random.Random) -> MotionScene:
 
 
 def held_out_motion_scene(rng: random.Random) -> MotionScene:
-    """Returns a video scene that training never shows."""
+    """Return a video scene that training never shows."""
     return draw_until(rng, random_motion_scene, is_held_out_motion)

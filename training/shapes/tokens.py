@@ -29,7 +29,7 @@ def _pieces(captions: Iterable[str]) -> list[tuple[str, float]]:
 
 
 def sentence_pieces(captions: Iterable[str], *, ignore_case: bool = False) -> PreTrainedTokenizerFast:
-    """Returns a T5-style unigram tokenizer: a piece for every caption word, characters and bytes for everything else.
+    """Return a T5-style unigram tokenizer: a piece for every caption word, characters and bytes for everything else.
     Where it ignores case, as CLIP's does, a word has one piece in capitals too.
 
     It is the generic fast class, because `T5TokenizerFast` rebuilds its tokenizer without byte fallback.
@@ -54,7 +54,7 @@ def sentence_pieces(captions: Iterable[str], *, ignore_case: bool = False) -> Pr
 
 
 def byte_pairs(captions: Iterable[str], *, num_merges: int = 320) -> CLIPTokenizer:
-    """Returns CLIP's byte-level byte-pair tokenizer with merges learned from the captions."""
+    """Return CLIP's byte-level byte-pair tokenizer with merges learned from the captions."""
     empty = CLIPTokenizer().backend_tokenizer
     trained = Tokenizer(models.BPE(continuing_subword_prefix="", end_of_word_suffix="</w>"))
     trained.normalizer, trained.pre_tokenizer = empty.normalizer, empty.pre_tokenizer
@@ -73,7 +73,7 @@ def byte_pairs(captions: Iterable[str], *, num_merges: int = 320) -> CLIPTokeniz
 
 
 def carried_over(weight_VD: Tensor, old: dict[str, int], new: dict[str, int]) -> Tensor:
-    """Returns embeddings for another vocabulary: those of the tokens that both have, and for the others random ones of
+    """Return embeddings for another vocabulary: those of the tokens that both have, and for the others random ones of
     the same spread."""
     rows = torch.randn(len(new), weight_VD.shape[1]) * weight_VD.std()
     for token, index in new.items():
@@ -85,7 +85,7 @@ def carried_over(weight_VD: Tensor, old: dict[str, int], new: dict[str, int]) ->
 def load_for_tokens(
     encoder: PreTrainedModel, trained: PreTrainedModel, old: PreTrainedTokenizerBase, new: PreTrainedTokenizerBase
 ) -> None:
-    """Puts a trained encoder's weights into one for the tokens of another tokenizer, or of the same."""
+    """Put a trained encoder's weights into one for the tokens of another tokenizer, or of the same."""
     embeddings: Any = trained.get_input_embeddings().weight
     rows = carried_over(embeddings, old.get_vocab(), new.get_vocab())
     weights = trained.state_dict()

@@ -14,7 +14,7 @@ FLOW_SHIFT = 3.0
 
 
 def build_vae() -> AutoencoderKLWan:
-    """Returns a causal auto-encoder: 8x down in space, 4x in time, 16 channels."""
+    """Return a causal auto-encoder: 8x down in space, 4x in time, 16 channels."""
     return AutoencoderKLWan(base_dim=16, z_dim=16, dim_mult=[1, 2, 2, 3], num_res_blocks=1)
 
 
@@ -35,7 +35,7 @@ def build_umt5(tokenizer: PreTrainedTokenizerBase) -> UMT5EncoderModel:
 
 
 def build_scheduler() -> UniPCMultistepScheduler:
-    """Returns a scheduler with Wan 2.1's own settings at its small size."""
+    """Return a scheduler with Wan 2.1's own settings at its small size."""
     return UniPCMultistepScheduler(
         num_train_timesteps=1000,
         prediction_type="flow_prediction",
@@ -60,7 +60,7 @@ class WanModel(nn.Module):
         self.reader = Reader(TEXT_DIM, 1, MOTION_ANSWERS)
 
     def text(self, ids_BL: Tensor, num_tokens: int = 0) -> Tensor:
-        """Returns the sequence (B, L, D) in float32, L at least `num_tokens`. Padding is not attended to, and its
+        """Return the sequence (B, L, D) in float32, L at least `num_tokens`. Padding is not attended to, and its
         places are zero, as in Wan's pipeline."""
         ids = ids_BL.long()
         padding = ids == self.pad_id
@@ -70,7 +70,7 @@ class WanModel(nn.Module):
         return functional.pad(sequence.float() * ~padding[..., None], (0, 0, 0, length - ids.shape[1]))
 
     def velocity(self, latents_BCFHW: Tensor, sigma_B: Tensor, sequence: Tensor) -> Tensor:
-        """Returns the predicted velocity, shaped like the latents."""
+        """Return the predicted velocity, shaped like the latents."""
         prediction: Tensor = self.transformer(
             hidden_states=latents_BCFHW, timestep=sigma_B * 1000, encoder_hidden_states=sequence, return_dict=False
         )[0]

@@ -55,7 +55,7 @@ class VideoDataset:
         return (mean.float() - self.mean) / self.std
 
     def next_length(self) -> int:
-        """Returns how many tokens the next step's prompts are padded to; now and then it draws new videos."""
+        """Return how many tokens the next step's prompts are padded to; now and then it draws new videos."""
         self.steps += 1
         if self.steps % REFRESH_EVERY == 0:
             self.pool.refresh()
@@ -63,13 +63,13 @@ class VideoDataset:
         return LONG_LENGTHS[rounds % len(LONG_LENGTHS)] if rest == 1 else MAX_LENGTH
 
     def sample(self, batch: int) -> tuple[Tensor, Tensor]:
-        """Returns latents and the rows of their captions, some of them the empty prompt's."""
+        """Return latents and the rows of their captions, some of them the empty prompt's."""
         latents, row = self.pool.sample(batch)
         return latents, with_dropout(row, self.empty)
 
 
 def flow_loss(model: WanModel, data: VideoDataset, args: argparse.Namespace, num_tokens: int = MAX_LENGTH) -> Tensor:
-    """Returns the squared error of the velocity, and the reader's loss (2,)."""
+    """Return the squared error of the velocity, and the reader's loss (2,)."""
     batch = args.batch if num_tokens == MAX_LENGTH else max(args.batch // LONG_SHARE, 1)
     latents, row = data.sample(batch)
     sigma_B = sample_sigma(batch, FLOW_SHIFT, latents.device)
@@ -83,7 +83,7 @@ def flow_loss(model: WanModel, data: VideoDataset, args: argparse.Namespace, num
 def _step_of_lengths(
     run: Run, model: WanModel, data: VideoDataset, args: argparse.Namespace, graph: bool
 ) -> TensorFunction:
-    """Returns a step that shows prompts of one length after the other, each a graph of its own."""
+    """Return a step that shows prompts of one length after the other, each a graph of its own."""
 
     def loss(num_tokens: int) -> Tensor:
         with uncompiled(on=num_tokens > MAX_LENGTH):
@@ -94,7 +94,7 @@ def _step_of_lengths(
 
 
 def start(path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple[WanModel, PreTrainedTokenizerBase]:
-    """Returns an exported pipeline's model, to train on from there, and its tokenizer. With another tokenizer, tokens
+    """Return an exported pipeline's model, to train on from there, and its tokenizer. With another tokenizer, tokens
     that it had keep their embeddings."""
     pipeline: Any = WanPipeline.from_pretrained(path, torch_dtype=torch.float32)
     tokenizer = tokenizer or pipeline.tokenizer
@@ -105,7 +105,7 @@ def start(path: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> tuple
 
 
 def train(args: argparse.Namespace) -> None:
-    """Runs this piece of the training and exports the averaged model."""
+    """Run this piece of the training and export the averaged model."""
     prepare(args.seed)
     device, graph = device_of(args)
     vae = AutoencoderKLWan.from_pretrained(args.vae).to(device).requires_grad_(False)

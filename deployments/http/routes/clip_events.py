@@ -14,7 +14,7 @@ from deployments.http.lookout import Lookout
 EventName = Literal["video.progress", "video.completed", "video.failed"]
 ENDS: dict[str, EventName] = {"completed": "video.completed", "failed": "video.failed"}
 ETA_NOTICED, ETA_NOTICED_S = 0.1, 1.0
-"""By how much, as a share and in seconds, the time that is left must differ to be told again."""
+"""Change of the time left, as a share and in seconds, from which it is sent again."""
 
 
 async def video_events(

@@ -91,9 +91,9 @@ class Drawing:
     """The pictures of one request while they are made."""
 
     context: ApiContext
-    """What all routes share."""
+    """Services and settings that all routes share."""
     pictures: ImageRequest
-    """What is to be made."""
+    """Request for the pictures."""
     request_id: str
     """Id of the HTTP request, for logs and errors."""
     gang_in_s: float

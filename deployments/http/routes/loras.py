@@ -240,7 +240,7 @@ class NewLora:
     """An adapter on its way to the gangs. Until the last of them has it, requests cannot name it."""
 
     context: ApiContext
-    """What all routes share."""
+    """Services and settings that all routes share."""
     requester: Requester
     """The sender."""
     body: LoraBody

@@ -51,7 +51,7 @@ STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502,
 MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
 """Errors of what makes clips."""
 POLL_MS = 500
-"""Interval that polling clients are asked to keep."""
+"""Recommended interval of polling clients."""
 NUM_PREVIEWS = 3
 """Previews of each clip that are decoded while it runs."""
 

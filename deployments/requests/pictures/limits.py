@@ -1,4 +1,4 @@
-"""How much may come along with a request."""
+"""Limits of the pictures, clips and sounds in a request."""
 
 from __future__ import annotations
 

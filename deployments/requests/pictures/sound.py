@@ -40,7 +40,7 @@ class SoundForm:
     rate: int
     """Samples a second."""
     start_s: float
-    """When the first frame is shown, by the file's clock."""
+    """Time of the first frame, by the file's clock."""
     duration_s: float
     """Length of the frames."""
 

@@ -1,4 +1,4 @@
-"""From the bytes of strangers to pixels, with Pillow. It looks at all heads before it unpacks anything."""
+"""Pixels from bytes of strangers, with Pillow. It looks at all heads before it unpacks anything."""
 
 from __future__ import annotations
 

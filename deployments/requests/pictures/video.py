@@ -70,7 +70,7 @@ class VideoForm:
     is_cut: bool = False
     """Leave out frames beyond ``max_frames``; otherwise they are an error."""
     frame_multiple: int = 1
-    """Keep 1 + a multiple of so many frames."""
+    """Keep 1 + a multiple of this many frames."""
     min_frames: int = 1
     """Keep all frames of a shorter clip, which is refused later."""
     is_whole: bool = False
@@ -176,9 +176,9 @@ class _TimedFrame:
     frame: av.VideoFrame
     """The frame that PyAV decoded."""
     start_s: float
-    """When it begins in the clip."""
+    """Begin of the frame in the clip."""
     end_s: float
-    """By its own duration; the next frame may come sooner or later."""
+    """End by the frame's own duration; the next frame may come sooner or later."""
     aspect: float
     """Width of a pixel by its height."""
 
@@ -188,15 +188,15 @@ class _File:
     """An open file. Its decoding stops at the limits."""
 
     container: InputContainer
-    """What PyAV has opened."""
+    """Container that PyAV has opened."""
     param: str
     """Field of the clip in the body, for messages."""
     limits: PictureLimits
     """Limits of bytes, frames and time."""
     end_s: float
-    """When decoding has taken too long, by the monotonic clock."""
+    """Deadline of decoding, by the monotonic clock."""
     start_s: float = field(default=0.0, init=False)
-    """When the first frame is shown, by the file's clock."""
+    """Time of the first frame, by the file's clock."""
 
     def open(self) -> tuple[_TimedFrame, Iterator[_TimedFrame]]:
         """Return the first frame and the others."""

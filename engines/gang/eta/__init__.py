@@ -1,1 +1,1 @@
-"""When jobs will be done: measured times in files, predictions from them, a simulation, and admission."""
+"""Predicted finish of jobs: measured times in files, predictions from them, a simulation, and admission."""

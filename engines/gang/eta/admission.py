@@ -35,7 +35,7 @@ class WakeUp:
     """Predicted time until a gang may send steps."""
 
     total_s: float = 0.0
-    """Until the weights are on the devices: the turns of other models, and the swap."""
+    """Seconds until the weights are on the devices: the turns of other models, and the swap."""
     swap_s: float = 0.0
     """The part of it that moves the gang's own weights."""
 
@@ -55,7 +55,7 @@ class JobAdmission:
         max_wait_s: float | None,
         wake_up: Callable[[], WakeUp] = lambda: AWAKE,
     ) -> None:
-        """``max_wait_s`` is the longest time that a job may wait for others. ``wake_up``: how long the gang sleeps."""
+        """Create it. ``max_wait_s``: the longest wait of a job for others. ``wake_up``: how long the gang sleeps."""
         self._scheduler, self._table, self._ledger, self._clock = scheduler, table, ledger, clock
         self._max_wait_s, self._wake_up = max_wait_s, wake_up
         self._times_s: dict[str, float] | None = {}

@@ -46,15 +46,15 @@ class MeasuredTimes:
     def __init__(
         self, file: Path | None, what: str, *, num_first: int = 1, num_needed: int = 1, shortest: bool = False
     ) -> None:
-        """``file`` is for one machine, model and software, which its name should tell; None: in memory only.
+        """Read ``file``, which is for one machine, model and software, as its name should say; None: in memory only.
 
-        ``what`` was measured is for the log. ``shortest``: the shortest time counts, not the median of the newest.
+        ``what`` names the times in the log. ``shortest``: the shortest time counts, not the median of the newest.
         """
         self._file, self._what, self._shortest = file, what, shortest
         self._num_first, self._num_needed = num_first, num_needed
         self._known = self._read()
         self._changed: set[TimeKey] = set()
-        """Keys whose times were measured here; of the others, another process may have written newer times."""
+        """Keys whose times were measured here; another process may have written newer times of the others."""
         self._newest: defaultdict[TimeKey, deque[float]] = defaultdict(lambda: deque(maxlen=NUM_NEWEST))
         self._estimates: dict[TimeKey, float | None] = {}
         """Estimates of the keys measured since the last update."""

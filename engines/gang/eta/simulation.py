@@ -39,7 +39,7 @@ class Simulation:
         now_s: float,
         teams: Teams,
     ) -> None:
-        """``candidates`` are in order of arrival. ``teams``: the current team of each job; {} lets the policy assign.
+        """Begin with ``candidates`` in order of arrival. ``teams``: current teams by job; {} lets the policy assign.
 
         The given ``policy`` is not changed.
         """

@@ -43,7 +43,7 @@ class Job:
     exclusive: bool = False
     """No other job runs beside it: if the gang breaks, the cause is known."""
     request_id: str = ""
-    """For the logs."""
+    """Id in the logs."""
     estimates_s: Mapping[int, float] = field(default_factory=dict)
     """Estimated step time by team size, up to a factor common to all jobs (by the cost model, or by tokens)."""
     priority: float = 1.0
@@ -146,7 +146,7 @@ class PreviewReady:
     step: int
     """Steps done before it, from 1."""
     latents: Parcel
-    """What the decoder takes."""
+    """Input of the decoder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,7 +156,7 @@ class JobDone:
     job_id: str
     """The ``Job``'s."""
     latents: Parcel
-    """What the decoder takes."""
+    """Input of the decoder."""
     queue_s: float
     """Wait for the first step."""
     denoise_s: float

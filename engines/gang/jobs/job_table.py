@@ -25,17 +25,17 @@ class OpenJob:
     clock: Clock
     """Clock of all times here."""
     submitted_s: float
-    """When the gang admitted it."""
+    """Time of the gang's admission."""
     started_s: float = 0.0
     """Begin of its first step, known once that is reported; 0 before."""
     events: asyncio.Queue[JobEvent | Exception] = field(default_factory=asyncio.Queue)
-    """What its submitter has not read yet; an exception ends it."""
+    """Events that its submitter has not read yet; an exception is the last one."""
     is_scheduled: bool = False
-    """Whether all ranks have answered to its admission: only then the scheduler knows it."""
+    """True if all ranks have answered to its admission: only then the scheduler knows it."""
     num_steps_done: int = 0
     """Reported steps."""
     was_warm: bool = True
-    """Whether no reported step compiled or captured anything."""
+    """True if no reported step compiled or captured anything."""
     gpu_s: float = 0.0
     """Rank-seconds of all measured steps."""
     warm_step_s: float | None = None
@@ -43,7 +43,7 @@ class OpenJob:
     warm_step: int = 0
     """Number of that step."""
     outcome: Outcome | None = None
-    """How it ended; None while it is open."""
+    """Outcome; None while it is open."""
     forgotten: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no rank will report on the job any more."""
 

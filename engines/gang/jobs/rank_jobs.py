@@ -81,7 +81,7 @@ class ResidentJob:
     num_steps_done: int = 0
     """Steps that this rank made or received."""
     failed: bool = False
-    """Whether it ended in an error: steps that are still planned are skipped."""
+    """True if it ended in an error: steps that are still planned are skipped."""
     additions: object = None
     """Keeps the job's additions to the weights loaded."""
 
@@ -94,7 +94,7 @@ class RankJobs:
     """
 
     def __init__(self, parts: RankParts, context: RankContext, timer: StepTimer | None = None) -> None:
-        """``timer``: None for the default of the rank's device."""
+        """Create an empty table. ``timer``: None for the default of the rank's device."""
         self._engine = parts.engine
         self._sampler = parts.sampler
         self._additions = parts.additions
@@ -102,7 +102,7 @@ class RankJobs:
         self._device = torch.device(context.device)
         self._timer = timer or step_timer(self._device)
         self._switch_times = rank_resources().get(SwitchTimes)
-        self._switch_times.forget()  # those of the warm-up are first ones
+        self._switch_times.forget()  # the warm-up's are first switches
         self._residents: dict[str, ResidentJob] = {}
         self._failures: list[JobFailure] = []
         self._was_warm, self._predicted = True, False

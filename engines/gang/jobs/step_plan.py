@@ -66,7 +66,7 @@ class StepPlan:
     sequence: int
     """Number of the plan, from 0 and without gaps."""
     works: tuple[Work, ...] = ()
-    """What teams do; the teams are disjoint."""
+    """Works of disjoint teams."""
     drops: tuple[str, ...] = ()
     """Ids of jobs that ranks forget before all else."""
     moves: tuple[Move, ...] = ()
@@ -93,9 +93,9 @@ class JobFailure:
     job_id: str
     """The ``Job``'s."""
     error: Exception
-    """What its submitter gets; it can be pickled."""
+    """Error for its submitter; it can be pickled."""
     shared: bool = True
-    """Whether every rank of the team must have seen it."""
+    """True if every rank of the team must have seen it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,7 +20,7 @@ class StepTimer:
         self._sequence: int | None = None
 
     def arrive(self) -> None:
-        """Note the arrival of a plan."""
+        """Record the arrival of a plan."""
         self._arrived_s = time.perf_counter()
 
     def begin(self, sequence: int) -> None:
@@ -28,7 +28,7 @@ class StepTimer:
         self._sequence = sequence
 
     def launch(self) -> None:
-        """Note that the step's forwards begin. What comes before, such as a job's begin, may leave the device idle."""
+        """Record that the step's forwards begin. Earlier work, such as a job's begin, may leave the device idle."""
 
     def end(self) -> None:
         """End the calls of the step."""

@@ -37,7 +37,7 @@ class Candidate:
     due_s: float | None = None
     """Its deadline by the clock of the scheduler's caller; None: none."""
     may_run: bool = True
-    """Whether it can get a team now; False if there is no room for its state yet."""
+    """True if it can get a team now; False if there is no room for its state yet."""
     switch_s: float = 0.0
     """Time to change the weights for its additions; 0 if some rank has them (``GangShape.charged``)."""
 

@@ -21,9 +21,9 @@ class Bindings:
     """The Python module of a TensorRT product."""
 
     module: ModuleType
-    """What was imported."""
+    """Imported module."""
     product: str
-    """Which of the products it is; part of an engine's cache key."""
+    """Name of the product; part of an engine's cache key."""
     version: str
     """Its version; part of an engine's cache key."""
 

@@ -70,13 +70,13 @@ class CachedEngine:
     sha256: str
     """SHA-256 of the bytes; ranks of a gang compare it."""
     key: EngineKey
-    """What it was built for."""
+    """Key of its build."""
     build_s: float
     """Seconds of the build, now or at that time."""
     was_cached: bool
-    """Whether it was read."""
+    """True if it was read."""
     path: Path
-    """Where it lies."""
+    """Path of the file."""
 
 
 class EngineCache:

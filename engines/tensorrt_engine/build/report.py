@@ -66,9 +66,9 @@ class EngineReport:
     build_s: float
     """Seconds of the build, now or when the file was made."""
     was_cached: bool
-    """Whether the file was found in the cache."""
+    """True if the file was found in the cache."""
     path: str
-    """Where it lies."""
+    """Path of the file."""
     sha256: str
     """SHA-256 of its bytes."""
 

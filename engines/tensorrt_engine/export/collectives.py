@@ -39,7 +39,7 @@ class Collective:
     num_ranks: int
     """All ranks of the communicator take part."""
     reduction: Reduction = "none"
-    """How values are combined; "none" of operations that only move them."""
+    """Operation that combines values; "none" if they are only moved."""
     root: int = -1
     """Rank that sends or receives all; -1 for the symmetric operations."""
 

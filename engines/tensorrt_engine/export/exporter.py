@@ -26,13 +26,13 @@ class Exporter:
     model: DenoiserModel
     """The transformers and their plan."""
     weights_as_inputs: bool = True
-    """Whether weights are inputs of the graph; else they are constants."""
+    """True if weights are inputs of the graph; else they are constants."""
     change: Callable[[str], ChangeModule] = lambda name: unchanged
     """``change(module name)`` returns the function that changes the module before its export (quantisation)."""
     native_ring: bool = False
     """True if TensorRT runs a ring; otherwise it runs in torch, between segments of the engine."""
     cache: ExportCache | None = None
-    """Where exports are kept for later starts; None: nowhere."""
+    """Cache of exports for later starts; None: there is none."""
 
     def export(self, branches: Sequence[Branch], team: Team) -> EngineExport:
         """Export one branch with static shapes, or several as one graph with a profile, tuned for the first.

@@ -53,7 +53,7 @@ class _TracedSegment:
     """A segment of one trace, before equal ones share a graph."""
 
     graph: fx.GraphModule
-    """What it computes."""
+    """Graph of its computation."""
     inputs: tuple[str, ...]
     """Names of values, in order."""
     outputs: tuple[str, ...]

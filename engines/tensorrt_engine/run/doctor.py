@@ -49,9 +49,9 @@ class Proof:
     """One statement of the table in docs/reference/tensorrt.md, and its result on this host."""
 
     subject: str
-    """What the statement is about, such as the operation."""
+    """Subject of the statement, such as the operation."""
     result: Result
-    """Whether it holds here; "not here": this host lacks what it needs."""
+    """True if it holds here; "not here": this host lacks what it needs."""
     detail: str
     """Version, device, or why it failed."""
 

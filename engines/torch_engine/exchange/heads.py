@@ -113,7 +113,7 @@ class UlyssesSent:
     axis: Axis
     """Ranks that exchange heads."""
     pending_WLB3hD: Tensor
-    """By source: its tokens, batch, which of q, k and v, own heads, D."""
+    """Values by source: its tokens, batch, which of q, k and v, own heads, D."""
     num_rows: int
     """Own rows, which the way back has again."""
     num_columns: int
@@ -130,7 +130,7 @@ class UlyssesAttended:
     """A running all-to-all of results."""
 
     pending_WRC: Tensor
-    """By rank of the heads: own rows, columns of its heads."""
+    """Values by rank of the heads: own rows, columns of its heads."""
     num_columns: int
     """Heads × D, of all heads."""
 

@@ -86,13 +86,13 @@ class _Memory:
     """Memory for one shape."""
 
     inbox: PeerMemory
-    """What this rank receives: parts of queries, keys and values."""
+    """Memory that this rank receives in: parts of queries, keys and values."""
     outbox: PeerMemory
     """Results, written by the ranks that attended."""
     parts: tuple[Part, ...]
     """Shares of each rank's heads, in the order in which they are sent."""
     inboxes: tuple[tuple[Inbox, ...], ...]
-    """By part and rank."""
+    """Inboxes by part and rank."""
     outboxes: tuple[Tensor, ...]
     """All ranks' results, (B, L, W, H / W, D)."""
 

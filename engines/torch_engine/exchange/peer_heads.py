@@ -50,11 +50,11 @@ class PeerSent:
     """Queries, keys and values that ranks are writing into each other's memory."""
 
     exchange: PeerHeads
-    """What attends to them."""
+    """Exchange that attends to them."""
     memory: _Memory
     """Memory of this shape."""
     qkv_LB3hD: Tensor
-    """What this rank receives: all tokens, own heads."""
+    """Values that this rank receives: all tokens, own heads."""
     num_rows: int
     """Own rows."""
     num_columns: int
@@ -71,7 +71,7 @@ class PeerAttended:
     """Results on their way back."""
 
     exchange: PeerHeads
-    """What collects them."""
+    """Exchange that collects them."""
     memory: _Memory
     """Memory of this shape."""
     out_WRC: Tensor
@@ -79,7 +79,7 @@ class PeerAttended:
     num_columns: int
     """Heads × D, of all heads."""
     is_copied: bool
-    """Whether copies send them; else a kernel pushes them."""
+    """True if copies send them; else a kernel pushes them."""
 
     def collect(self) -> Tensor:
         return self.exchange.collect(self)

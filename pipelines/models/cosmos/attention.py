@@ -53,7 +53,7 @@ class GenerationProcessor:
     def __call__(
         self, attn: Cosmos3PackedMoTAttention, und_seq: Tensor, gen_seq: Tensor, rotary_emb: tuple[Tensor, ...]
     ) -> tuple[Tensor, Tensor]:
-        """``und_seq`` is ``text_21TGD``, keys and values; ``gen_seq`` is ``x_LC``. No token of text comes back."""
+        """Attend. ``und_seq`` is ``text_21TGD``, keys and values; ``gen_seq`` is ``x_LC``. Return no tokens of text."""
         *_, cos_LD, sin_LD = rotary_emb
         k_LGD = _rotated(attn, attn.add_k_proj(gen_seq), attn.norm_added_k, (cos_LD, sin_LD))
         own = (k_LGD, in_heads(attn, attn.add_v_proj(gen_seq)))

@@ -30,7 +30,7 @@ TARGET, PICTURES = "target_timestep", "image_cond_hidden_states"
 WHOLE_TEXT = "whole text"
 """Key of text that each rank has whole; its share of longer ones has the name of their stream."""
 MAX_WHOLE_TEXT = 512
-"""Up to so many tokens of text run through their own blocks whole on each rank, beside the picture's. Their GEMMs
+"""Up to this many tokens of text run through their own blocks whole on each rank, beside the picture's. Their GEMMs
 mostly read weights, so a share of the rows would save less than its exchanges take."""
 
 

@@ -60,7 +60,7 @@ class CompiledForwards:
 
     @property
     def forwards(self) -> Forwards:
-        """How they run."""
+        """Form in which they run."""
         return "compiled" if self._was_warmed and not self.error else "eager"
 
     @contextmanager

@@ -42,7 +42,7 @@ def patch_blocks(blocks: Any) -> None:
 def decode_by_vae(blocks: Any, _path: Path) -> None:
     """Decode LTX-2.5 with the auto-encoder, as diffusers suggests, in place of its diffusion decoder.
 
-    That one needs NATTEN's kernels at real sizes, and draws noise while it decodes.
+    The diffusion decoder needs NATTEN's kernels at real sizes, and draws noise while it decodes.
     """
     for name, block in blocks.sub_blocks.items():
         if type(block) is LTX25AutoDecoderStep:

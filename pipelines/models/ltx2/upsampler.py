@@ -27,7 +27,7 @@ STATISTICS = ("latents_mean", "latents_std")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Upsampled:
-    """What a second pass begins with."""
+    """Start of a second pass."""
 
     inputs: Mapping[str, Any]
     """Inputs of its blocks."""

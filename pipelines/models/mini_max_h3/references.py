@@ -33,7 +33,7 @@ CANVAS = {"canvas_short_edge": 768, "canvas_max_pixels": 768 * 1344, "reference_
 
 
 def kind_of(kind: str, *, has_sound: bool) -> str:
-    """Return what ranks are told of a reference."""
+    """Return the description of a reference for ranks."""
     return f"{kind}{WITH_SOUND}" if has_sound else kind
 
 
@@ -96,7 +96,7 @@ class ReferenceSizes:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of references in the prompt. Those of a clip are of pairs of frames, two frames a second."""
+        """Tokens of references in the prompt. A clip has tokens for pairs of frames, at two frames a second."""
         seen = (math.ceil(number / (self.rate // SEEN_A_SECOND)) for number in self._lengths)
         num_pairs = sum(math.ceil(number / 2) for number in seen)
         sizes = [self._picture_size] * self.request.num_pictures + [self._canvas] * num_pairs

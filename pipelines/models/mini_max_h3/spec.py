@@ -67,10 +67,10 @@ RECIPES: Mapping[str, Recipe] = {
     "turbo-4": Recipe(num_inference_steps=4, flow_shift=6.0),
     "turbo-8": Recipe(num_inference_steps=8),
 }
-"""For files of lightx2v/Minimax-h3-Turbo.
+"""Recipes for files of lightx2v/Minimax-h3-Turbo.
 
-Of 4 steps: minimax_h3_fl2v_turbo_4step_v1.1_768p_comfyui_bf16.safetensors, with a shift of 6 for the clip and 3 for the
-sound, by its makers on the repository's page (discussions/42). Of 8 steps:
+4 steps: minimax_h3_fl2v_turbo_4step_v1.1_768p_comfyui_bf16.safetensors, with a shift of 6 for the clip and 3 for the
+sound, by its makers on the repository's page (discussions/42). 8 steps:
 minimax_h3_fl2v_turbo_8step_v1.0_comfyui_bf16.safetensors, with the model's own shifts.
 """
 

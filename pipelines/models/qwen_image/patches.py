@@ -96,7 +96,7 @@ def _with_two_times(
     img_shapes: Any,
     additional_t_cond: Tensor | None = None,
 ) -> Tensor:
-    """``QwenImageTransformer2DModel.forward`` without a mask.
+    """Run ``QwenImageTransformer2DModel.forward`` without a mask.
 
     Tokens of pictures to edit are modulated by time 0, all others by the step's time.
     """

@@ -18,7 +18,7 @@ The driving clip is ``(segments, C, F, H, W)``; the frames that a segment contin
 picture's. The last is a list of the latents of the segments before it.
 """
 NEGATIVE = "is_uncondtion"
-"""Whether the call is that of the negative prompt, which leaves out a block. Diffusers' spelling."""
+"""True if the call is that of the negative prompt, which leaves out a block. Diffusers' spelling."""
 SKIPPED_BLOCK = 9
 
 

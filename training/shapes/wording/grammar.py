@@ -18,7 +18,7 @@ _ARTICLES = ("a",) * 12 + ("the", "the", "one", "one", "a single", "", "", "")
 
 
 def chosen(template: str, rng: random.Random) -> str:
-    """Returns the template with one choice of each."""
+    """Return the template with one choice of each."""
     while "(" in template:
         template = _CHOICE.sub(lambda match: rng.choice(match[1].split("|")), template)
     return template
@@ -36,7 +36,7 @@ def with_articles(text: str, rng: random.Random) -> str:
 
 @cache
 def needs(template: str) -> frozenset[str]:
-    """Returns the fields without which the template cannot be said."""
+    """Return the fields that the template needs."""
     return frozenset(_FIELD.findall(_OPTIONAL.sub("", template)))
 
 
@@ -46,11 +46,11 @@ def _sayable(templates: tuple[str, ...], said: frozenset[str]) -> tuple[str, ...
 
 
 def filled(template: str, fields: Fields, rng: random.Random) -> str:
-    """Returns the template in words."""
+    """Return the template in words."""
     text = _OPTIONAL.sub(lambda match: match[1] if match[2] in fields else "", template)
     return with_articles(_FIELD.sub(lambda match: fields[match[1]](), chosen(text, rng)), rng)
 
 
 def phrase(templates: tuple[str, ...], fields: Fields, rng: random.Random) -> str:
-    """Returns one of the templates that need no other fields, in words."""
+    """Return one of the templates that need no other fields, in words."""
     return filled(rng.choice(_sayable(templates, frozenset(fields))), fields, rng)

@@ -42,7 +42,7 @@ VERBS: dict[str, Verbs] = {
         ("revolves", "revolving", "revolve"),
     ),
 }
-OWN_VERBS: dict[str, Verbs] = {  # these say by themselves where they lead
+OWN_VERBS: dict[str, Verbs] = {  # verbs that include the direction
     "left": (),
     "right": (),
     "up": (("rises", "rising", "rise"), ("climbs", "climbing", "climb")),
@@ -51,7 +51,7 @@ OWN_VERBS: dict[str, Verbs] = {  # these say by themselves where they lead
 
 
 def _sideways(start: str, end: str) -> tuple[str, ...]:
-    """Returns where a motion leads from the side `start` to the side `end`: half of it in the plainest words."""
+    """Return where a motion leads from the side `start` to the side `end`: half of it in the plainest words."""
     plain = (
         *(f"{end}", f"to the {end}", f"to the {end}", f"to the {end} side", f"{end}wards", f"towards the {end}"),
         *(f"from {start} to {end}", f"from the {start} to the {end}"),
@@ -71,7 +71,7 @@ def _sideways(start: str, end: str) -> tuple[str, ...]:
 
 
 def _upright(start: str, end: str, towards: str) -> tuple[str, ...]:
-    """Returns where a motion leads from one of bottom and top to the other: half of it in the plainest words."""
+    """Return where a motion leads from one of bottom and top to the other: half of it in the plainest words."""
     plain = (
         *(f"{towards}", f"{towards}", f"{towards}wards", f"{towards}ward", f"to the {end}", f"towards the {end}"),
         *(f"from {start} to {end}", f"from the {start} to the {end}"),
@@ -91,7 +91,7 @@ def _upright(start: str, end: str, towards: str) -> tuple[str, ...]:
 
 
 def _across(start_edge: str, end_edge: str, start: str, end: str, lead: str) -> tuple[str, ...]:
-    """Returns what can be said of both directions."""
+    """Return the phrases that name both directions."""
     return (
         f"from the {start_edge} to the {end_edge}",
         f"from {start_edge} to {end_edge}",
@@ -115,7 +115,7 @@ TOWARDS = {
     "up": _upright("bottom", "top", "up"),
     "down": _upright("top", "bottom", "down"),
 }
-OWN_TOWARDS = {  # where verbs lead that say the direction by themselves
+OWN_TOWARDS = {  # directions of verbs that include it
     motion: ("", "", "", f"from the {start}", f"to the {end}", f"from the {_ROWS[start]} edge to the {_ROWS[end]} edge")
     for motion, start, end in (("up", "bottom", "top"), ("down", "top", "bottom"))
 }

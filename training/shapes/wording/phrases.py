@@ -43,7 +43,7 @@ from training.shapes.wording.words import (
 Say = Callable[[], str]
 BARE_SHARE, POLITE_SHARE = 0.08, 0.05
 OPENING_SHARE = 0.12
-OWN_SHARE = 0.2  # of verbs that say by themselves where they lead
+OWN_SHARE = 0.2  # share of verbs that include the direction
 CASES = (0.6, 0.3, 0.05, 0.05)  # shares of phrases as they are, capitalised, in capitals, and with capitalised words
 ENDINGS = ("",) * 12 + (".",) * 6 + ("!", " .", "...")
 _BARE = re.compile(r"\b(the|a|an) ")
@@ -139,7 +139,7 @@ def _part(item: Item, parts: CaptionParts, wording: Wording, rng: random.Random)
 
 
 def _two(scene: Scene, parts: CaptionParts, wording: Wording, rng: random.Random) -> str:
-    """Returns words for two items: the first one of a relation first, any of the others."""
+    """Return words for two items in the order of their relation, or else in any order."""
     items = scene.items if scene.relation and parts.place else tuple(rng.sample(scene.items, 2))
     names = ("first", "second")
     fields: dict[str, Say] = {
@@ -160,7 +160,7 @@ def _two(scene: Scene, parts: CaptionParts, wording: Wording, rng: random.Random
 
 
 def _verb(motion: str, wording: Wording, rng: random.Random) -> tuple[tuple[str, str, str], str]:
-    """Returns the forms of a verb, and where it leads."""
+    """Return the forms of a verb, and where it leads."""
     own = OWN_VERBS.get(motion)
     if own and rng.random() < OWN_SHARE:
         forms = rng.choice(own)
@@ -200,7 +200,7 @@ def _finished(text: str, wording: Wording, rng: random.Random) -> str:
 
 
 def free_caption(scene: Scene, rng: random.Random, parts: CaptionParts | None = None, wording: Wording = SHOWN) -> str:
-    """Returns a caption of a still picture that names these parts, or parts that are chosen at random."""
+    """Return a caption of a still picture that names these parts, or parts that are chosen at random."""
     parts = parts or CaptionParts.random(rng)
     body = (_one if len(scene.items) == 1 else _two)(scene, parts, wording, rng)
     return _finished(_whole(body, scene.background, wording, rng) if parts.background else body, wording, rng)
@@ -209,7 +209,7 @@ def free_caption(scene: Scene, rng: random.Random, parts: CaptionParts | None = 
 def free_motion_caption(
     scene: MotionScene, rng: random.Random, parts: CaptionParts | None = None, wording: Wording = SHOWN
 ) -> str:
-    """Returns a caption of a video that names the motion and these parts, or parts that are chosen at random."""
+    """Return a caption of a video that names the motion and these parts, or parts that are chosen at random."""
     parts = parts or CaptionParts.random(rng)
     body = _motion(scene, parts, wording, rng)
     return _finished(_whole(body, scene.background, wording, rng) if parts.background else body, wording, rng)

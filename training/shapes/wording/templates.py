@@ -1,4 +1,4 @@
-"""What templates of whole phrases there are. `shown` has those of training, `unseen` and `fresh` two sets that are held
+"""Templates of whole phrases. `shown` has those of training, `unseen` and `fresh` two sets that are held
 out for evaluation; the three share words and no template.
 
 `{item}` is the only item, `{first}` and `{second}` are two, `{at}` where one is and `{side}` the name of that place; a
@@ -21,7 +21,7 @@ BE = "(is|sits|lies|stands|rests|appears|is placed|is drawn)"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Templates:
-    """What can be said of one item, two, two by relation, two by their places, a moving one, and of backgrounds."""
+    """Templates for one item, two, two by relation, two by their places, a moving one, and for backgrounds."""
 
     one: tuple[str, ...]
     pair: tuple[str, ...]

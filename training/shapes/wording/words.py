@@ -73,7 +73,7 @@ CORNERS_AT = (
     "{row}-{column}",
     "at the {end}, on the {column}",
 )
-MORE_PLACES_AT = {  # besides those above, which what is held out has too
+MORE_PLACES_AT = {  # besides those above, which held-out templates have too
     "centre": (f"(by|near|close to) the {MIDDLE}{OF_IT}",),
     **{
         side: (
