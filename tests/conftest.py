@@ -1,5 +1,4 @@
-"""One small Ray cluster for all tests that want one (ask for the fixture ``ray_cluster``), and which tests stay
-together when they run in two processes."""
+"""Share one small Ray cluster among tests (fixture ``ray_cluster``), and divide test files between two processes."""
 
 from __future__ import annotations
 
@@ -29,14 +28,16 @@ OF_RAY = frozenset(RAY_FILES.read_text().split())
 DURATIONS = ROOT / "tests/durations.json"
 """Seconds by file (``make durations``)."""
 SPREAD = ("tests/pipelines/test_gpu_jobs.py", "tests/pipelines/test_gpu_whole.py")
-"""Files that no process has alone: a GPU waits most of the time for what its host prepares."""
+"""Files shared by all processes: a GPU mostly waits for its host."""
 UNKNOWN_DURATION_S = 30.0
-"""Assumed for a new file, which so comes early: a long one at the end would leave one process without work."""
+"""Assumed for a new file, which so comes early: a long one at the end would leave one process idle."""
 
 RARE_SEARCHES = (20_000, 10, 10)
-"""New objects, and searches of a generation, before the next search for garbage. Python has 700 of the first."""
+"""Python's thresholds for garbage collection: new objects, and collections of a generation. The default of the first is
+700.
+"""
 NUM_CLUSTER_CPUS = 8
-"""More than the machine may have: tests ask for fractions of a CPU, and are mostly waiting."""
+"""More than the machine may have: tests use fractions of a CPU, and mostly wait."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -49,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def gpu_device(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A gang's device, with matrix products and convolutions in true float32. Skipped without it."""
+    """Yield a gang's device, with matrix products and convolutions in true float32. Skip without it."""
     import torch
 
     name = str(request.config.getoption("--gpu-device"))
@@ -66,7 +67,7 @@ def gpu_device(request: pytest.FixtureRequest) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[None]:
-    """A cluster of this session alone, ended with it. Serve applications in it belong to their test modules."""
+    """Start a cluster for this session. Serve applications in it belong to their test modules."""
     import ray
 
     from deployments.cli.cluster import LOCAL_ENVIRONMENT, LOCAL_SYSTEM, SERVE_ENVIRONMENT
@@ -78,7 +79,7 @@ def ray_cluster() -> Iterator[None]:
         pytest.MonkeyPatch.context() as patch,
         ExitStack() as stack,
     ):
-        patch.setenv("TROUPE_DATA_DIR", f"{temp_dir}/data")  # workers inherit the environment of this moment
+        patch.setenv("TROUPE_DATA_DIR", f"{temp_dir}/data")  # workers inherit the present environment
         patch.setenv("RAY_gcs_server_port_wait_time_s", "120")  # its 30 are too few on a very busy machine
         for name, value in {**SERVE_ENVIRONMENT, **LOCAL_ENVIRONMENT}.items():
             patch.setenv(name, value)
@@ -102,7 +103,7 @@ def ray_cluster() -> Iterator[None]:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give one process all files of ``tests/ray.txt``, since of two clusters that start at once one may give up. Every
+    """Give one process all files of ``tests/ray.txt``, since of two clusters that start at once one may fail. Every
     other file stays in one process too, except those of ``SPREAD``.
 
     Groups of xdist (``--dist loadgroup``) would do it, but pytest 9.2 ignores them (pytest-xdist issue 1386).
@@ -121,9 +122,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the files for two processes.
 
-    Ray comes first, in the order of its folders: what a package shares, such as a running application, ends where
-    another package begins. Then comes what computes on Gloo ranks, whose processes are started once and kept. The rest
-    follows by duration, so that the last files are short.
+    Ray comes first, in the order of its folders: a package's fixtures, such as a running application, end where another
+    package begins. Next come tests on Gloo ranks, whose processes are started once and reused. The rest follows by
+    duration, so that the last files are short.
     """
     for item in items:
         if is_of_ray(item) and file_of(item) not in OF_RAY:
@@ -134,7 +135,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def place_of(item: pytest.Item, durations_s: Mapping[str, float]) -> tuple[float, ...]:
-    """Return what items are sorted by. All items of Ray are equal."""
+    """Return the sort key of an item. All items of Ray are equal."""
     if file_of(item) in OF_RAY:
         return (0,)
     return (1, not is_of_gloo(item), -durations_s.get(file_of(item), UNKNOWN_DURATION_S))
@@ -142,19 +143,19 @@ def place_of(item: pytest.Item, durations_s: Mapping[str, float]) -> tuple[float
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> None:
-    """Add the CPU seconds of each test to a JUnit report, where one is written (``make durations``)."""
+    """Add the CPU seconds of each test to the JUnit report, if there is one (``make durations``)."""
     if call.when == "teardown" and "PYTEST_XDIST_WORKER" in os.environ and item.config.option.xmlpath:
         item.user_properties.append(("cpu_s", CPU.since_last_s()))
 
 
 class CPUSeconds:
-    """CPU seconds of this process and of all that it started, as far as they are alive or it waited for their end."""
+    """CPU seconds of this process and its descendants, if they are alive or it waited for their end."""
 
     def __init__(self) -> None:
         self._process, self._last_s = psutil.Process(), 0.0
 
     def since_last_s(self) -> float:
-        """Return the seconds since the last call. Those of processes that have just ended elsewhere are lost."""
+        """Return the seconds since the last call, without those of processes that have just ended elsewhere."""
         now_s = sum(map(self._of, [self._process, *self._process.children(recursive=True)]))
         spent_s, self._last_s = max(0.0, now_s - self._last_s), now_s
         return round(spent_s, 2)
@@ -174,22 +175,22 @@ def file_of(item: pytest.Item) -> str:
 
 
 def is_of_ray(item: pytest.Item) -> bool:
-    """True for a test that runs in the session's cluster, or starts its own (the marker ``ray``)."""
+    """Return True for a test that runs in the session's cluster, or starts its own (the marker ``ray``)."""
     return "ray_cluster" in getattr(item, "fixturenames", ()) or item.get_closest_marker("ray") is not None
 
 
 def is_of_gloo(item: pytest.Item) -> bool:
-    """True for the tests of a module that imports ``tests.engines.support.gloo.gang``."""
+    """Return True for the tests of a module that imports ``tests.engines.support.gloo.gang``."""
     gloo = sys.modules.get("tests.engines.support.gloo")
     return gloo is not None and getattr(getattr(item, "module", None), "gang", None) is gloo.gang
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Collect without searches for garbage, which would be a third of the time, and freeze what is there then.
+    """Collect without garbage collection, which would be a third of the time, and freeze all objects afterwards.
 
-    No search goes over these objects again, most of a million. The later searches are rare: with Python's thresholds
-    they would take an eighth of the tests' time, and a quarter of tracing and exporting a model.
+    No collection walks over these objects again, most of a million. Later collections are rare. Python's thresholds
+    would take an eighth of the tests' time, and a quarter of tracing and exporting a model.
     """
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""containers/: images that run as nobody special, and a file for one machine whose parts find each other."""
+"""containers/: images run as an ordinary user, and the parts in the file for one machine find each other."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ SECRETS = {"TROUPE_API_KEYS": "a,b", "POSTGRES_PASSWORD": "c0ffee", "S3_SECRET_K
 
 @pytest.fixture(scope="module")
 def compose() -> dict[str, Any]:
-    """compose.yaml with ``SECRETS`` in it."""
+    """Return compose.yaml with ``SECRETS`` in it."""
     text = REQUIRED.sub(lambda match: SECRETS[match[1]], (FOLDER / "compose.yaml").read_text())
     loaded: dict[str, Any] = yaml.safe_load(text)
     return loaded

@@ -1,4 +1,4 @@
-"""The wheel: its name, what it asks for, what is in it, and that hints name extras that it has."""
+"""The wheel has its name, requirements and content, and hints name extras that it has."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ NEEDED = (*(f"{package}/" for package in PACKAGES), "pyproject.toml", "README.md
 PINNED = ("torch", "diffusers", "ray")
 TYPES = (".py", ".yaml", ".html", ".css", ".js", ".safetensors", ".json")
 MODULES = {"tensorrt_rtx_bindings": "tensorrt-rtx-cu13-bindings", "c2pa": "c2pa-python"}
-"""Modules that are called otherwise than the package which has them."""
+"""Modules whose package has another name."""
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built of the repository's own files, away from the work tree."""
+    """Build the wheel from the repository's own files, away from the work tree."""
     source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in repository_files():
         if name.startswith(NEEDED):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, source / name, follow_symlinks=False)  # as a clone has them
+            shutil.copyfile(ROOT / name, source / name, follow_symlinks=False)  # as in a clone
     subprocess.run([sys.executable, "-c", BUILD, str(out)], cwd=source, check=True, capture_output=True)
     (built,) = out.glob("*.whl")
     return built

@@ -1,7 +1,7 @@
-"""The commands of the image for CPUs, one after the other in an environment of its own, and what the image starts.
+"""The commands of the image for CPUs run in turn in their own environment, and the image's program starts.
 
-Left out, since it takes a container: the base image (this Python is in its place), ``apt-get``, ``useradd``, tini and
-the user. The image for CUDA differs in the extras that it installs.
+Some parts are omitted, since they need a container: the base image (this Python is in its place), ``apt-get``,
+``useradd``, tini and the user. The image for CUDA differs in the extras that it installs.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from tests.support.ports import own_port
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 
 OF_ROOT = ("apt-get", "useradd")
-"""What commands call that change the system."""
+"""Programs that change the system."""
 
 
 @pytest.fixture(scope="module")
 def folder() -> Iterator[Path]:
-    """A folder with all that the image would have: ``opt/troupe``, where it is made, and ``bin``."""
+    """Yield a folder with the content of the image: ``opt/troupe``, where it is built, and ``bin``."""
     built = image(CPU)
     with short_folder() as folder:
         venv.create(folder, with_pip=True)
@@ -64,7 +64,7 @@ def test_what_the_image_starts_answers_its_health_check(folder: Path, monkeypatc
     own |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "PYTHONPATH": "", "RAY_TMPDIR": str(folder)}
     for name in built.last("VOLUME").words:
         Path(f"{folder}{name}").mkdir(parents=True, mode=0o700)
-    monkeypatch.chdir(folder / "var")  # where the repository's own packages are not
+    monkeypatch.chdir(folder / "var")  # the repository's own packages are not here
     asked = [*check, url.replace(":8000", f":{port}")]
     with command(
         *args, "--port", str(port), folder=folder, env=own, program=(str(folder / "bin" / program),)

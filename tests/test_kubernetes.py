@@ -1,6 +1,6 @@
-"""kubernetes/: what Kubernetes and KubeRay accept, with room for every gang, and open to nobody else.
+"""kubernetes/: Kubernetes and KubeRay accept the files, every gang has room, and strangers have no access.
 
-The parts are put together as kustomize does it; where `kubectl` is installed, it has to agree.
+The parts are joined like kustomize joins them; if `kubectl` is installed, it must agree.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tests.test_ray_up import UNSHARE
 
 FOLDER = ROOT / "kubernetes"
 VERSION = "1.34"
-"""Of Kubernetes."""
+"""Version of Kubernetes."""
 GPU = "nvidia.com/gpu"
 RAY_NODE = {"ray.io/is-ray-node": "yes"}
 """A label that KubeRay gives to its pods."""
@@ -45,7 +45,7 @@ Object = dict[str, Any]
 
 @cache
 def parts() -> tuple[Object, ...]:
-    """All objects of kubernetes/base."""
+    """Return all objects of kubernetes/base."""
     files = yaml.safe_load((FOLDER / "base" / "kustomization.yaml").read_text())["resources"]
     texts = [(FOLDER / "base" / name).read_text() for name in files]
     return tuple(one for text in texts for one in yaml.safe_load_all(text))
@@ -57,7 +57,7 @@ def part(kind: str, name: str = "troupe") -> Object:
 
 
 def service() -> Object:
-    """The RayService, with what is copied into it."""
+    """Return the RayService, with what is copied into it."""
     written: Object = yaml.safe_load((FOLDER / "service" / "rayservice.yaml").read_text())
     written["spec"] |= {
         "rayClusterConfig": part("RayCluster")["spec"],
@@ -67,14 +67,14 @@ def service() -> Object:
 
 
 def groups() -> dict[str, Object]:
-    """The pods of the head, "", and of each group of workers."""
+    """Return the pods of the head, "", and of each group of workers."""
     spec = part("RayCluster")["spec"]
     workers = {group["groupName"]: group["template"] for group in spec["workerGroupSpecs"]}
     return {"": spec["headGroupSpec"]["template"], **workers}
 
 
 def pods() -> dict[str, Object]:
-    """The specs of all pods, by name of the group, and the door's."""
+    """Return the specs of all pods, by name of the group, and the door's."""
     door = part("Deployment", "troupe-door")["spec"]["template"]
     return {name: template["spec"] for name, template in {**groups(), "door": door}.items()}
 
@@ -94,7 +94,7 @@ def config() -> ServeConfig:
 
 
 def problems_of(written: Object) -> Iterator[str]:
-    """What KubeRay's schema refuses, and what Kubernetes' refuses of the pods in it."""
+    """Yield what KubeRay's schema refuses, and what Kubernetes' refuses of the pods in it."""
     schema = yaml.safe_load((ROOT / "tests" / "support" / "kuberay.yaml").read_text())
     for error in jsonschema.Draft202012Validator(schema).iter_errors(written):
         yield f"{list(error.absolute_path)}: {error.message}"
@@ -139,7 +139,7 @@ def test_misspelt_keys_are_refused() -> None:
 
 @pytest.mark.parametrize("variant", ["cluster", "service"])
 def test_kustomize_puts_the_parts_together(variant: str) -> None:
-    """As this file does it."""
+    """It agrees with this file."""
     if (kubectl := shutil.which("kubectl")) is None:
         pytest.skip("kubectl is not installed (Debian: apt-get install kubernetes-client)")
     made = subprocess.run([kubectl, "kustomize", str(FOLDER / variant)], capture_output=True, text=True, check=True)
@@ -198,7 +198,7 @@ def test_pods_for_gangs_import_libraries_ahead() -> None:
 
 
 def mounted_at_tmp(folder: Path) -> str:
-    """Return the command that mounts ``folder`` in place of /tmp, with the project in it if that lies below /tmp."""
+    """Return the command that mounts ``folder`` in place of /tmp, with the project in it if that is below /tmp."""
     mount = f"mount --rbind {folder} /tmp"
     if not ROOT.is_relative_to("/tmp"):
         return mount
@@ -289,7 +289,7 @@ def test_services_lead_to_pods(config: ServeConfig) -> None:
 
 
 def sources(name: str, port: int) -> list[Object]:
-    """Who may reach ``port`` of the pods of a policy; an empty selector is everybody."""
+    """Return the sources that may reach ``port`` of the pods of a policy; an empty selector is everybody."""
     rules = [
         rule for rule in policy(name)["ingress"] if port in [one["port"] for one in rule.get("ports", [{"port": port}])]
     ]

@@ -1,4 +1,4 @@
-"""The cluster files are what `ray up` accepts and keep strangers out; AWS has a node for every gang that we ship."""
+"""`ray up` accepts the cluster files, which keep strangers out; AWS has a node for every shipped gang."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ AWS, HOSTS = ROOT / "ray_cluster.yaml", ROOT / "ray_cluster_hosts.yaml"
 CONFIGS = sorted((ROOT / "deployments/configs").glob("gpu*.yaml"))
 START_COMMANDS = ("head_start_ray_commands", "worker_start_ray_commands")
 INSTALLED = {"pyproject.toml", "README.md", "LICENSE", "constraints.txt", "engines", "pipelines", "deployments"}
-"""What an install from the repository needs."""
+"""Files that an install from the repository needs."""
 REPLICA_CPUS = 1
-"""More than any of our replicas asks for beside its ranks."""
+"""At least the CPUs of any of our replicas beside its ranks."""
 
 Node = dict[str, int]
 
@@ -135,7 +135,7 @@ def test_commands_are_shell(prepared: dict[str, Any]) -> None:
 
 
 def gang_fits(model: ModelConfig, node: Node) -> bool:
-    """Whether one gang finds room on one node (it is packed strictly), beside its text encoder and decoder."""
+    """Return whether one gang fits one node (it is packed strictly), beside its text encoder and decoder."""
     gang, stages = model.denoiser, (model.text_encoder, model.decoder)
     num_cpus = gang.num_ranks * gang.cpus_per_rank + REPLICA_CPUS + sum(stage.num_cpus for stage in stages)
     num_gpus = gang.num_ranks if gang.gpus_per_rank > 0 else 0

@@ -40,7 +40,7 @@ def may_make_machines() -> bool:
 
 
 def cluster_file() -> dict[str, Any]:
-    """``ray_cluster_hosts.yaml`` with the test's own hosts, to which its stand-in of ssh needs no key."""
+    """Return ``ray_cluster_hosts.yaml`` with the test's own hosts; their ssh needs no key."""
     written: dict[str, Any] = yaml.safe_load((ROOT / "ray_cluster_hosts.yaml").read_text())
     hosts = {"head_ip": HEAD, "worker_ips": [WORKER]}
     return written | {"provider": written["provider"] | hosts, "auth": {"ssh_user": written["auth"]["ssh_user"]}}
@@ -56,7 +56,7 @@ def commands_of_pip(cluster: dict[str, Any], *kinds: str) -> list[str]:
 @pytest.mark.skipif(not may_make_machines(), reason="needs namespaces of its own (unshare --user)")
 def test_its_mounts_and_commands_make_a_cluster_that_serves() -> None:
     cluster = cluster_file()
-    # As much as a machine has, so that the gang has room on the one without the other deployments.
+    # The size of a machine, so that the gang fits the one without the other deployments.
     cpus_per_rank = ((os.cpu_count() or 1) - 0.2) / 2
     config = config_of({"flux-shapes": Path("flux-shapes")}, cpus_per_rank=cpus_per_rank).with_http(port=8000)
     with short_folder() as folder:

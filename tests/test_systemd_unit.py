@@ -1,4 +1,4 @@
-"""The unit that is shipped for systemd: its command is ours, it leaves the server time to end, and systemd runs it."""
+"""The shipped unit for systemd has our command, leaves the server time to end, and runs in systemd."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ UNIT = ROOT / "troupe.service"
 
 
 class Unit(configparser.RawConfigParser):
-    """A unit's file (systemd.syntax(7)): names are as they are written, and may come several times."""
+    """A unit's file (systemd.syntax(7)): names keep their case, and may occur several times."""
 
     def optionxform(self, optionstr: str) -> str:
         return optionstr
@@ -56,7 +56,7 @@ def test_it_leaves_the_server_the_time_to_end(unit: Unit) -> None:
 
 
 def test_its_environment_is_one_to_serve_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """With ``%S`` and ``%C`` in a folder that can be made here."""
+    """``%S`` and ``%C`` are in a writable folder."""
     lines = [line.partition("=")[2] for line in UNIT.read_text().splitlines() if line.startswith("Environment=")]
     for name, _, value in (setting.partition("=") for line in lines for setting in line.split()):
         monkeypatch.setenv(name, value.replace("%S", str(tmp_path)).replace("%C", str(tmp_path)))
@@ -64,7 +64,7 @@ def test_its_environment_is_one_to_serve_in(monkeypatch: pytest.MonkeyPatch, tmp
 
 
 def test_systemd_reads_it(tmp_path: Path) -> None:
-    """The program must be there for it."""
+    """The program must exist for it."""
     if (verify := shutil.which("systemd-analyze")) is None:
         pytest.skip("systemd-analyze is not installed (Debian: apt-get install systemd)")
     program = tmp_path / "troupe"
@@ -89,12 +89,12 @@ StandardOutput=append:{folder}/log
 StandardError=inherit
 ExecStopPost=sh -c 'echo "$SERVICE_RESULT $EXIT_CODE $EXIT_STATUS" >> {folder}/ends'
 """
-"""The program and its user are the test's own. All else is what is shipped."""
+"""The program and its user are the test's own. All else is as shipped."""
 
 
 @pytest.fixture
 def manager(tmp_path: Path) -> Iterator[Systemd]:
-    """systemd with our unit, for a server of one of the laptop's models at ``own_port("systemd")``."""
+    """Run systemd with our unit, for a server of one of the laptop's models at ``own_port("systemd")``."""
     units = tmp_path / "units"
     (units / f"{UNIT.name}.d").mkdir(parents=True)
     shutil.copy(UNIT, units)

@@ -1,4 +1,4 @@
-"""The benchmark of clips from latents to MP4, on small models."""
+"""The benchmark of clips from latents to MP4 runs on small models."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def test_pictures_in_one_forward_are_as_good_as_diffusers_and_not_alike(folder: 
 
 
 def test_only_exchanges_that_an_autotuner_changes_are_timed_in_two_ways() -> None:
-    """It leaves rings as they are."""
+    """It does not change rings."""
     model: Any = SimpleNamespace(module=torch.nn.Linear(1, 1))
     arguments = Arguments(strategies=("ulysses", "allgather_kv", "ring"))
     ways = ways_of(model, torch.zeros(1), arguments, 2, OpenPeer(model))
@@ -98,7 +98,7 @@ def test_a_strategy_that_these_ranks_cannot_use_leaves_other_makers_their_turn()
 
 @pytest.mark.parametrize("num_blocks", [1, 2])
 def test_some_blocks_are_compared_with_as_many_of_diffusers(folder: str, num_blocks: int) -> None:
-    """The whole model answers something else, and its time is estimated from the kept share."""
+    """The whole model gives another answer, and its time is estimated from the share of blocks."""
     model = PublishedModel.made(
         folder, torch.device("cpu"), torch.float32, Size.parse("96x96"), 20, num_blocks=num_blocks
     )
@@ -151,7 +151,7 @@ def test_what_measured_nothing_does_not_end_with_0(folder: str, capsys: pytest.C
         end.assert_called_once_with(1)
         said = json.loads(capsys.readouterr().out.splitlines()[-1])
         assert [one["model"] for one in said["results"] if "error" not in one] == models[:-1]
-    if dist.is_initialized():  # by the peer, in a process that was to end
+    if dist.is_initialized():  # the peer did it, in a process that was to end
         dist.destroy_process_group()
 
 

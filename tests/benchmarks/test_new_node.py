@@ -1,4 +1,4 @@
-"""Starts of gangs on new nodes: what is read from logs, and a run on nodes of this machine."""
+"""Starts of gangs on new nodes are read from logs, and a run uses nodes of this machine."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_the_summary_has_medians_with_and_without_weights() -> None:
 
 
 def test_the_slowest_start_on_a_new_node_is_beside_the_median_of_warm_ones() -> None:
-    """A start without the shared cache is slower, and not looked at."""
+    """A start without the shared cache is slower, and ignored."""
 
     def start(case: str, start_s: float, **phases_s: float) -> dict[str, Any]:
         return {"case": case, "start_s": start_s, "phases_s": phases_s}

@@ -1,4 +1,4 @@
-"""Benchmarks ask servers of this machine directly, whatever proxies the environment names."""
+"""Benchmarks call servers of this machine directly, whatever proxies the environment names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_no_client_is_made_without_asking_whether_proxies_are_for_it() -> None:
 
 def test_a_page_of_metrics_is_asked_for_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # where nothing answers
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing answers there
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     with served(Backend()) as (_, port):

@@ -1,4 +1,4 @@
-"""Requests to models that take turns: what is calculated beside them, and a run of the application on CPU ranks."""
+"""Requests to models that take turns match the calculation, and a run of the application on CPU ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from benchmarks.sleep import Alone, Answers, in_parts, main, summary_of
 
 
 def by_ticks(arrivals_s: list[float], work_s: float, number: int, num: int, period_s: float) -> list[float]:
-    """Walk through time in steps of a hundredth."""
+    """Walk through time in steps of a hundredth. Return the latencies."""
     left, ends, tick = [100 * work_s for _ in arrivals_s], [0.0 for _ in arrivals_s], 0
     while any(left):
         runs = int(tick % (100 * period_s) // (100 * period_s / num)) == number

@@ -23,7 +23,7 @@ def test_nine_in_ten_take_no_longer(num: int, p90_ms: float) -> None:
 def test_all_ranks_work_as_long_before_they_are_timed(
     heat_s: float, slowest_s: float, num_calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another rank's call takes ``slowest_s``, this one's next to nothing: it makes as many calls as the other."""
+    """Another rank's call takes ``slowest_s``, this one's almost none: it makes as many calls as the other."""
     calls: list[None] = []
     monkeypatch.setattr(timing, "_of_all_ranks", lambda values: [values, [slowest_s] * len(values)])
     measure(lambda: calls.append(None), repeats=3, warm_up=2, heat_s=heat_s)

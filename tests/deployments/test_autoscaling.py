@@ -1,4 +1,4 @@
-"""A cluster whose nodes come when a gang asks for them and go when it is gone; one that dies costs no request."""
+"""Nodes come when a gang needs them and go when it is gone; a node that dies costs no request."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MODELS = dict.fromkeys(("pictures", "wide", "apart"), ROOT / "pipelines" / "chec
 FIRST = ("pictures", "wide")
 GANGS = "Denoiser-pictures"
 ON_ONE_NODE = {"num_ranks": 1, "cpus_per_rank": 40}
-"""Finds room on a node of the type gpu4, and on no smaller one."""
+"""Fits a node of the type gpu4, and no smaller one."""
 ON_ANY_NODE = {"num_ranks": 1, "cpus_per_rank": 10}
 ON_TWO_NODES = {"num_ranks": 2, "cpus_per_rank": 20, "num_nodes": 2}
 SCALING = {
@@ -38,17 +38,17 @@ STAGES_OF_APART = ("TextEncoder-apart", "Denoiser-apart", "VaeDecoder-apart")
 BY_WORK = {"min_replicas": 0, "max_replicas": 2, "target_wait_s": 1.0, "idle_s": 3.0}
 IDLE_TIMEOUT_S = 3.0
 START_S = 3 * PATIENCE_S
-"""Nodes start on busy cores, and gangs on them."""
+"""Time for nodes to start on busy cores, and gangs on them."""
 NUM_CLIENTS = 4
-"""Enough for two gangs, as one is for one."""
+"""Enough clients for two gangs; one client is enough for one."""
 LONG = {"num_inference_steps": 24}
-"""Most of such a request's time is its gang's, where it counts: of short ones there are hardly enough under way for two
-gangs, which then come and go."""
+"""Most of such a request's time is its gang's, which counts. Short requests hardly keep two gangs busy, which then come
+and go."""
 
 
 @pytest.fixture(scope="module")
 def cluster(ray_cluster: None) -> Iterator[FakeNodes]:
-    """Its nodes fork their workers from the zygote of the session's own cluster."""
+    """Start a cluster whose nodes fork their workers from the zygote of the session's own cluster."""
     with short_folder() as folder, fake_nodes(folder, idle_timeout_s=IDLE_TIMEOUT_S) as nodes:
         yield nodes
 
@@ -62,7 +62,7 @@ def url(cluster: FakeNodes) -> Iterator[str]:
     for model in (pictures, wide):
         model["stages"] = "together"
     apart["denoiser"] |= ON_ANY_NODE
-    for stage in ("text_encoder", "decoder"):  # as ones with a GPU: there is no room for them on the head
+    for stage in ("text_encoder", "decoder"):  # no room on the head, as if they had a GPU
         apart[stage] |= {"num_cpus": 10, "autoscaling": STAGE_SCALING}
     with reserved_port(HOST) as port:
         cluster.deploy(parse_config(document).with_http(port=port))
@@ -73,7 +73,7 @@ def url(cluster: FakeNodes) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def first(cluster: FakeNodes, url: str) -> dict[str, bytes]:
-    """A picture of two models, both asked for at once where there is neither a gang nor a node."""
+    """Return a picture of two models, both requested at once without a gang or a node."""
     wait_until(lambda: not cluster.workers(), "no node but the head")
     assert not any(cluster.gangs(f"Denoiser-{model}") for model in MODELS)
     with ThreadPoolExecutor() as threads:
@@ -83,7 +83,7 @@ def first(cluster: FakeNodes, url: str) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def pictures(url: str) -> list[bytes]:
-    """Of as many seeds as there are clients. Made once for all tests, since gangs go while one client asks."""
+    """Return as many seeds' pictures as there are clients, made once for all tests: gangs go while one client asks."""
     return [picture(url, seed=seed, **LONG) for seed in range(NUM_CLIENTS)]
 
 

@@ -1,4 +1,4 @@
-"""Settings that must be above 0 say so, each by the name that is written in the configuration."""
+"""Settings that must be above 0 say so, each by its name in the configuration."""
 
 from __future__ import annotations
 

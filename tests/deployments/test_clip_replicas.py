@@ -1,4 +1,4 @@
-"""Two replicas of the API on one PostgreSQL server: one of them, or its node, is killed with clips in its hands."""
+"""Two replicas of the API share one PostgreSQL server; one of them, or its node, is killed with running clips."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 NUM_CLIPS, AT_ONCE = 8, 2
 NUM_LOOKS = 8
-"""More than enough to hear both replicas."""
+"""More than enough to reach both replicas."""
 LONG = {"size": "32x32", "num_inference_steps": 40}
 LONGER = {"num_inference_steps": 100}
-"""A node is found and killed while the first clips are made."""
+"""Steps that last while a node is found and killed during the first clips."""
 ONE_A_NODE = 10
 """CPUs of a replica: a node of the type gpu1 has room for one, and the head for none."""
 START_S = 3 * PATIENCE_S
@@ -62,7 +62,7 @@ def cluster(ray_cluster: None) -> Iterator[FakeNodes]:
 
 @pytest.fixture
 def url_of_nodes(cluster: FakeNodes, clips: Path, postgresql: str) -> Iterator[str]:
-    """Two replicas, each on a node of its own. The gang is on the head."""
+    """Yield the URL of two replicas, each on a node of its own. The gang is on the head."""
     config = config_of({"clips": clips}, api=api(postgresql, num_cpus=ONE_A_NODE), num_ranks=1)
     with reserved_port(HOST) as port:
         cluster.deploy(parse_config(config.model_dump(mode="json")).with_http(port=port))
@@ -86,7 +86,7 @@ def ask(url: str, seed: int, **body: Any) -> str:
 def record(url: str, clip_id: str) -> dict[str, Any]:
     try:
         found: dict[str, Any] = httpx.get(f"{url}/v1/videos/{clip_id}", timeout=TIMEOUT_S).json()
-    except httpx.TransportError:  # the replica that had the request was killed
+    except httpx.TransportError:  # the replica with the request was killed
         return {"status": "unknown"}
     return found
 
@@ -97,7 +97,7 @@ def content(url: str, clip_id: str) -> bytes:
 
 
 def num_made_again(lines: Sequence[dict[str, Any]]) -> int:
-    """Return how many clips were attempted twice: no more than a replica has in its hands. No attempt begins twice."""
+    """Return how many clips were attempted twice: at most a replica's running ones. No attempt begins twice."""
     attempts = Counter(str(line["request_id"]) for line in lines)
     assert set(attempts.values()) == {1}, attempts
     owners = defaultdict(list)

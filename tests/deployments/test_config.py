@@ -1,4 +1,4 @@
-"""Config files: each shipped one is valid for Ray Serve and for us; what is wrong is named."""
+"""Each shipped config file is valid for Ray Serve and for Troupe, and errors name what is wrong."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from engines.registry import ENGINES
 
 
 def laptop() -> dict[str, Any]:
-    """The document without the recipe, whose adapter not every engine takes."""
+    """Return the document without the recipe, whose adapter not every engine takes."""
     document: dict[str, Any] = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())
     del document["applications"][0]["args"]["models"][0]["recipes"]
     return document
@@ -216,7 +216,7 @@ def test_local_cluster_has_room_for_every_replica_that_may_come(where: tuple[Any
 
 
 def changed(where: tuple[Any, ...], more: dict[str, Any]) -> dict[str, Any]:
-    """The laptop's document with ``more`` in one section of the application's arguments."""
+    """Return the laptop's document with ``more`` in one section of the application's arguments."""
     document = laptop()
     target: Any = document["applications"][0]["args"]
     for key in where:
@@ -263,7 +263,7 @@ def test_every_precision_of_the_engine_may_be_configured(precision: str) -> None
 
 @pytest.mark.parametrize(("engine", "other"), list(itertools.permutations(ENGINES, 2)))
 def test_a_section_of_another_engine_is_refused(engine: str, other: str) -> None:
-    """Empty ones too: what is written there would do nothing."""
+    """This includes empty sections: their settings would have no effect."""
     chosen = {"engine": engine, "gpus_per_rank": 1}
     parse_config(changed(("models", 0, "denoiser"), {**chosen, engine: {}}))
     with pytest.raises(ValueError, match=f"the section {other} is for engine: {other} alone"):

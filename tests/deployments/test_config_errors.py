@@ -1,4 +1,4 @@
-"""Wrong configurations: one line a mistake, which says where it is and which key was probably meant."""
+"""A wrong configuration gives one line a mistake, with its place and the key that was probably meant."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LAPTOP: dict[str, Any] = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())
 
 
 def models(document: dict[str, Any]) -> list[Any]:
-    """The models of the laptop: flux-shapes, wan-shapes and kontext-shapes."""
+    """Return the models of the laptop: flux-shapes, wan-shapes and kontext-shapes."""
     found: list[Any] = document["applications"][0]["args"]["models"]
     return found
 

@@ -1,4 +1,4 @@
-"""Workers that are forked: what a fork has of its own, how it ends, and who runs it where it cannot be forked."""
+"""Forked workers: a fork's own state, its end, and a fallback without a fork."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ print(json.dumps(told))
 """
 
 NO_PID = "99999999"
-"""More than a process id may be (``PID_MAX_LIMIT`` of Linux)."""
+"""Above the maximum of process ids (``PID_MAX_LIMIT`` of Linux)."""
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def told(process: subprocess.Popen[str]) -> dict[str, object]:
 
 
 def zygotes(directory: str) -> list[psutil.Process]:
-    """Those of both levels: the first and its fork."""
+    """Return the zygotes of both levels: the first and its fork."""
     (first,) = [one for one in psutil.Process().children() if directory in cmdline(one)]
     return [first, *(one for one in first.children() if directory in cmdline(one))]
 
@@ -133,7 +133,7 @@ def test_a_model_s_worker_has_torch_in_one_thread_and_chance_of_its_own(director
 
 
 def test_zygotes_have_one_thread_each_and_neither_ray_nor_cuda(directory: str) -> None:
-    told(begin(TELL, level="model"))  # both are there
+    told(begin(TELL, level="model"))  # both are running
     for zygote in zygotes(directory):
         assert zygote.num_threads() == 1
         mapped = Path(f"/proc/{zygote.pid}/maps").read_text()
@@ -209,7 +209,7 @@ def test_a_worker_dies_with_its_shim(directory: str) -> None:
 
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_a_worker_that_is_stopped_for_good_is_killed(is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that sleeps is not."""
+    """A sleeping worker is not killed."""
     monkeypatch.setattr(worker_shim, "WATCHED_EVERY_S", 0.01)
     monkeypatch.setattr(worker_shim, "STOPPED_FOR_S", 0.1)
     with subprocess.Popen(["sleep", "1" if not is_stopped else str(PATIENCE_S)]) as worker:
@@ -260,7 +260,7 @@ HANG = {
 def test_a_ray_worker_that_hangs_at_its_start_is_replaced(
     directory: str, tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By another fork with the same command: Ray waits for the same shim."""
+    """Another fork has the same command: Ray waits for the same shim."""
     first = tmp_path / "first"
     worker = tmp_path / worker_shim.RAY_WORKER
     worker.write_text(
@@ -319,7 +319,7 @@ def test_another_copy_of_the_project_is_not_served(directory: str, tmp_path: Pat
 
 
 def test_libraries_beside_an_installed_project_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The zygote's PYTHONPATH begins with the project's folder, which of an installed one has all libraries."""
+    """The zygote's PYTHONPATH begins with the project's folder; if the project is installed, it has all libraries."""
     (packages, *_), standard = site.getsitepackages(), sysconfig.get_path("stdlib")
     for root, expected in ((packages, [standard, packages]), ("/of/a/clone", [standard])):
         monkeypatch.setenv("PYTHONPATH", f"{root}:/own")
@@ -340,7 +340,7 @@ def lone(code: str, environment: Mapping[str, str]) -> subprocess.Popen[str]:
 
 
 def test_the_first_shims_of_a_node_start_one_zygote_and_do_without_a_dead_one(tmp_path: Path) -> None:
-    """As on a node of a cluster, where nobody starts it before. Workers outlive it."""
+    """A cluster's node is like this: no process starts the zygote before. Workers outlive it."""
     script = tmp_path / "wait.py"
     script.write_text(WAIT)
     environment = {name: value for name, value in process_environment().items() if name != DIRECTORY_VARIABLE}
@@ -422,7 +422,7 @@ def test_what_is_no_raylet_is_said_to_be_none(raylet: str) -> None:
 def test_everything_ends_with_the_process_that_holds_the_zygotes(
     tmp_path: Path, apart: Path, monkeypatch: pytest.MonkeyPatch, with_zygotes: bool
 ) -> None:
-    """Whatever ends it: here SIGKILL, of the zygotes too or not."""
+    """Any end counts: here SIGKILL, with or without the zygotes."""
     monkeypatch.setattr(forked_workers, "FOLDER", str(apart))
     code = f"""
 import subprocess, sys, time
@@ -470,7 +470,7 @@ tops = {name.partition(".")[0] for name in set(sys.modules) - before} - {name.pa
 print(json.dumps(sorted(tops)))
 """
 ONLY_LATER = {"ray", "colorama", "tracemalloc", "_tracemalloc"}
-"""Ray itself, and what it brings along; Cython's own modules have a version in their names."""
+"""Ray itself, and the modules it imports; Cython's own modules have a version in their names."""
 
 
 @pytest.mark.parametrize("is_installed", [True, False])
@@ -482,7 +482,7 @@ def test_workers_import_triton_kernels_where_triton_is(is_installed: bool, monke
 
 
 def test_a_rank_imports_no_library_after_its_fork_but_ray(directory: str) -> None:
-    """What it would import, each worker of a node would: name it in ``LIBRARIES``."""
+    """Each worker of a node would import it again: name it in ``LIBRARIES``."""
     status, out, err = end_of(begin(LATER, level="model", env=with_environment(PYTHONPATH=str(ROOT))))
     assert status == 0, err
     later = {name for name in json.loads(out.splitlines()[-1]) if not name.startswith("_cython")}

@@ -1,4 +1,4 @@
-"""Gangs by predicted work through Ray Serve's own hooks, and requests to the gang that finishes them first."""
+"""Gangs scale by predicted work through Ray Serve's own hooks, and requests go to the gang that ends first."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def context(
     age_s: float = 0.0,
     name: str = "Denoiser-m",
 ) -> AutoscalingContext:
-    """What Serve gives a policy of replicas that reported ``age_s`` ago (None: not yet)."""
+    """Return Serve's input of a policy for replicas that reported ``age_s`` ago (None: not yet)."""
     told = {replica: asdict(report) for replica, report in reports.items() if report is not None}
     metrics = {
         key: {replica: [Point(now_s - age_s, values[key])] for replica, values in told.items()}
@@ -84,7 +84,7 @@ def context(
 
 
 def busy(now_s: float, load: float = 0.5, **fields: Any) -> GangReport:
-    """A gang that has got jobs of 2 s, ``load`` of them side by side."""
+    """Return the report of a gang with jobs of 2 s, ``load`` of them side by side."""
     num = load * now_s / 2
     return replace(
         GangReport(num_jobs=1, num_arrived=num, arrived_s=2 * num, arrived_s2=4 * num, start_s=5.0), **fields
@@ -139,7 +139,7 @@ PLACES = st.lists(st.tuples(st.sampled_from(NODES), st.booleans()), min_size=1, 
 @settings(max_examples=200, **UNHURRIED)
 @given(PLACES)
 def test_the_idle_gangs_are_those_that_serve_ends_before_any_with_a_job(places: list[tuple[str, bool]]) -> None:
-    """By Serve's own choice of replicas."""
+    """Serve itself chooses the replicas."""
     scheduler = object.__new__(DeploymentScheduler)
     names = [ReplicaID(str(number), DEPLOYMENT) for number in range(len(places))]
     state: dict[str, Any] = {
@@ -318,7 +318,7 @@ def test_a_kind_is_what_decides_the_time_of_a_step() -> None:
     assert new_work(replace(REQUEST, service_tier="flex")).priority == 0.25
 
 
-# What replicas report.
+# Reports of replicas.
 
 
 def replica_load(work_s: float | None = 1.0, **open_s: float) -> ReplicaLoad:

@@ -1,4 +1,4 @@
-"""The head of a cluster dies and comes back: with its state in Redis, gangs on other nodes outlive it."""
+"""The head of a cluster dies and returns: with its state in Redis, gangs on other nodes outlive it."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ pytestmark = [
 MODELS = {"pictures": ROOT / "pipelines" / "checkpoints" / "flux-shapes"}
 GANGS = "Denoiser-pictures"
 START_S = 3 * PATIENCE_S
-"""All of a cluster on busy cores."""
+"""Time for a whole cluster to start on busy cores."""
 
 
 @contextmanager
 def redis(folder: Path) -> Iterator[str]:
-    """The address of a server of the test's own."""
+    """Yield the address of a Redis server for the test."""
     port = own_port(f"redis in {folder}")
     flags = ("--bind", HOST, "--port", str(port), "--save", "", "--dir", str(folder))
     server = subprocess.Popen(["redis-server", *flags], stdout=subprocess.DEVNULL)
@@ -52,7 +52,7 @@ def redis(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def ended(folder: Path) -> Iterator[None]:
-    """All nodes write to one folder. What is left of them at the end of the block is killed."""
+    """Let all nodes write to one folder. Kill what is left of them at the end of the block."""
     try:
         yield
     finally:
@@ -76,7 +76,7 @@ def node(folder: Path, redis_address: str, *flags: str) -> Iterator[Command]:
 
 
 def kill_tree(command: Command) -> None:
-    """Kill -9 of a node, whose processes are the command's own children, or those of their raylet."""
+    """Kill a node with SIGKILL: its processes are the command's own children, or those of their raylet."""
     parent = psutil.Process(command.pid)
     for process in (parent, *parent.children(recursive=True)):
         with suppress(psutil.NoSuchProcess):
@@ -102,7 +102,7 @@ def test_gangs_outlive_the_head_whose_state_is_in_redis(ray_cluster: None) -> No
                 before = picture(url, seed=1)
                 gangs, pids = cluster.gangs(GANGS), cluster.rank_pids("pictures")
                 kill_tree(first)
-                # By this file, and the other node's raylet on the same machine, Ray would find a head that runs.
+                # By this file, and the other node's raylet on the same machine, Ray would find a running head.
                 (folder / "ray_current_cluster").unlink()
                 with node(folder / "again", address, *head):
                     wait_until(lambda: is_healthy(url), "it is back", patience_s=START_S)

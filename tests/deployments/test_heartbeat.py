@@ -1,4 +1,4 @@
-"""When a process that does not answer is ended, and when it is not."""
+"""A process that does not answer is ended, under conditions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def num_ends_after(answers: list[object]) -> int:
-    """Return how often the process was ended once all of ``answers`` were given."""
+    """Return how often the process was ended after all of ``answers``."""
     ended, left, all_given = [0], list(answers), threading.Event()
 
     def answer() -> bool:

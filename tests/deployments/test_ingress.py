@@ -1,4 +1,4 @@
-"""What the door says of the models behind it."""
+"""The ingress describes the models behind it."""
 
 from __future__ import annotations
 

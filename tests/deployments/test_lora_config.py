@@ -1,4 +1,4 @@
-"""What a configuration may say of a model's adapters, and what it is told when it is wrong."""
+"""A configuration lists a model's adapters, and errors name what is wrong."""
 
 from __future__ import annotations
 

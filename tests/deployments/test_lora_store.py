@@ -1,4 +1,4 @@
-"""Adapters that clients add to a whole application: on its gangs, over a gang that dies, and over a restart."""
+"""Clients add adapters to a whole application: on its gangs, over a gang's death, and over a restart."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Start = Callable[[], AbstractContextManager[str]]
 
 @pytest.fixture(scope="module")
 def ink(pictures: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A file that needs no config beside it."""
+    """Write a file that needs no config beside it."""
     return write_lora(pictures, tmp_path_factory.mktemp("ink") / "ink", seed=1) / FILE
 
 

@@ -1,4 +1,4 @@
-"""Where this machine reaches who listens on an address."""
+"""This machine reaches listeners at the right address."""
 
 from __future__ import annotations
 

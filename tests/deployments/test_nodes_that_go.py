@@ -1,4 +1,4 @@
-"""A node dies whole, or its end is announced, while clients ask: each gets its answer, with the same bytes as ever."""
+"""A node dies, or announces its end, while clients ask: each gets its answer with the same bytes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 MODELS = {"pictures": ROOT / "pipelines" / "checkpoints" / "flux-shapes"}
 GANGS = "Denoiser-pictures"
 ON_ONE_NODE: dict[str, Any] = {"num_ranks": 1, "cpus_per_rank": 40, "num_replicas": 2, "max_running_jobs": 1}
-"""Each gang finds room on a node of the type gpu4 of its own."""
+"""Each gang fits a node of the type gpu4 of its own."""
 NUM_CLIENTS = 8
 LONG = {"num_inference_steps": 100}
 """Most of such a request's time is its gang's, so that several wait at each."""
 START_S = 3 * PATIENCE_S
-"""Two nodes start on busy cores."""
+"""Time for two nodes to start on busy cores."""
 NOTICE_S = 100
 
 
@@ -55,7 +55,7 @@ def pictures(url: str) -> list[bytes]:
 
 
 def node_of_a_gang(cluster: FakeNodes) -> tuple[str, Node]:
-    """A gang, and its node."""
+    """Return a gang and its node."""
     wait_until(lambda: len({*cluster.gangs(GANGS).values()}) == 2, "gangs on two nodes", patience_s=START_S)
     gang, node_id = next(iter(cluster.gangs(GANGS).items()))
     return gang, next(node for node in cluster.workers() if node.node_id == node_id)

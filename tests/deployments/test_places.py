@@ -1,4 +1,4 @@
-"""Folders and files that other users of the machine cannot read, and those that nobody can write."""
+"""Some folders and files are unreadable for other users of the machine, and some cannot be written at all."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_what_is_there_is_closed_where_it_is_ours_to_close(tmp_path: Path) -> No
 
 
 def test_refusals(tmp_path: Path) -> None:
-    """The kernel makes no file in /proc, for root neither."""
+    """The kernel makes no file in /proc, not even for root."""
     assert refusal(tmp_path / "a" / "b") is None
     assert file_refusal(tmp_path / "a") is None
     assert str(refusal(Path("/proc/self"))).startswith("/proc/self cannot be written (")

@@ -1,4 +1,4 @@
-"""Each private name of Ray that is used, against the installed Ray: after an upgrade this file says what is gone."""
+"""Each private name of Ray in use exists in the installed Ray: after an upgrade this file says what is gone."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ from tests.support.processes import cmdline
 
 NAME = "private"
 NUM_CALLS = 20
-"""If each went to one of two replicas by chance, all would go to the same one once in a million times."""
+"""If calls went to one of two replicas at random, all would go to one once in a million times."""
 
 
 class Callee:
@@ -71,7 +71,7 @@ class Callee:
 
 
 class Caller:
-    """A replica that calls another one. Its own port is as Ray binds it."""
+    """A replica that calls another one. Ray binds its own port."""
 
     def __init__(self, callee: DeploymentHandle[Any]) -> None:
         route_in_this_loop(callee)
@@ -82,25 +82,25 @@ class Caller:
         return bool(self._callee._is_router_running_in_separate_loop())
 
     async def references(self) -> tuple[bool, list[int]]:
-        """Whether a reference is one of Ray's, and what the references of a stream hold."""
+        """Return whether a reference is one of Ray's, and the content of a stream's references."""
         reference = await object_ref(self._callee.num_open_ports.remote())
         stream = await object_ref_generator(self._callee.options(stream=True).count.remote(3))
         return isinstance(reference, ray.ObjectRef), [await item async for item in stream]
 
     async def names_after_leaving(self) -> tuple[str, list[str]]:
-        """Return a replica that was left, and those that answer from then on."""
+        """Return a replica that was left, and those that answer afterwards."""
         left = await self._callee.name.remote()
         leave_replica(self._callee, left)
         leave_replica(self._callee, "unknown")
         return left, [await self._callee.name.remote() for _ in range(NUM_CALLS)]
 
     async def num_open_ports(self) -> tuple[int, int]:
-        """Of this replica and of the other one."""
+        """Return the numbers of this replica and of the other one."""
         return num_open_ports(), await self._callee.num_open_ports.remote()
 
 
 def num_open_ports() -> int:
-    """At how many ports this process listens on all interfaces."""
+    """Return the number of ports on which this process listens on all interfaces."""
     connections = psutil.Process().net_connections("tcp")
     return sum(one.status == psutil.CONN_LISTEN and one.laddr.ip in ("::", "0.0.0.0") for one in connections)
 
@@ -165,7 +165,7 @@ def controllers() -> set[int]:
 
 
 def ray_commands() -> str:
-    """The command lines of the processes that ``ray.init`` started."""
+    """Return the command lines of the processes that ``ray.init`` started."""
     return "\n".join(" ".join(cmdline(one)) for one in psutil.Process().children())
 
 
@@ -176,7 +176,7 @@ def test_a_cluster_has_its_files_and_settings(ray_cluster: None) -> None:
 
 
 def test_the_agent_of_a_node_takes_any_free_port(ray_cluster: None) -> None:
-    """Others may have a fixed one, and then the agent starts late and without it."""
+    """Another process may have a fixed port, and then the agent starts late and without it."""
     assert set(re.findall(r"--listen-port=(\d+)", ray_commands())) == {"0"}
 
 
@@ -223,7 +223,7 @@ def test_a_node_does_without_optional_servers(ray_cluster: None, monkeypatch: py
 def test_what_ray_starts_is_in_no_group_of_ours() -> None:
     before = services.ConsolePopen
     with processes_in_own_sessions():
-        nowhere: Any = subprocess.DEVNULL  # which Ray passes on
+        nowhere: Any = subprocess.DEVNULL  # Ray passes it on
         info = services.start_ray_process(["sleep", "60"], "test", fate_share=True, stdout_file=nowhere)
     try:
         assert os.getsid(info.process.pid) == info.process.pid
@@ -235,7 +235,7 @@ def test_what_ray_starts_is_in_no_group_of_ours() -> None:
 
 
 def test_what_ray_prints_is_logged(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # put back at the end
+    monkeypatch.setattr(worker, "print_to_stdstream", worker.print_to_stdstream)  # restored at the end
     token = logging.getLogger("ray._private.authentication.authentication_token_setup")
     monkeypatch.setattr(token, "filters", [])
     texts: list[str] = []
@@ -249,7 +249,7 @@ def test_what_ray_prints_is_logged(ray_cluster: None, monkeypatch: pytest.Monkey
 
 
 class Ending:
-    """Says when it is asked to end, which it does with its last request."""
+    """Records the request to end, and ends with its last request."""
 
     def __init__(self) -> None:
         self._ends = asyncio.Event()

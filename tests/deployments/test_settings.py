@@ -1,4 +1,4 @@
-"""What the environment says: keys, places, the database."""
+"""The environment has keys, places and the database."""
 
 from __future__ import annotations
 

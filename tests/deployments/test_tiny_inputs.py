@@ -1,4 +1,4 @@
-"""Adapters, masks, first frames, clips and sound in the whole application, on gangs of two rank actors over HTTP."""
+"""The whole application takes adapters, masks, first frames, clips and sound, on gangs of two ranks over HTTP."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {
     "animating": tiny_animate.wan_animate2_segments,
 }
 ALONE = ("changing",)
-"""Its pipeline's own call runs on one rank."""
+"""Models whose pipeline's own call runs on one rank."""
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def with_adapter(config: ServeConfig, adapter: Path) -> ServeConfig:
 
 
 def own_pixels(folder: Path, request: MediaRequest, adapters: Mapping[Path, float]) -> NDArray[Any]:
-    """diffusers' own pipeline with its own adapters."""
+    """Return the pixels of diffusers' own pipeline with its own adapters."""
     change = loader(adapters) if adapters else as_it_is
     found: NDArray[Any] = own_state(folder, request, change=change).get("images")[0].movedim(0, -1).float().numpy()
     whole: NDArray[np.uint8] = np.rint(255 * found).astype(np.uint8)
@@ -123,7 +123,7 @@ def test_adapters_are_listed_and_unknown_ones_refused(url: str) -> None:
 
 
 def opacity_of(mask: Image.Image) -> bytes:
-    """A file as OpenAI's client sends one: what is transparent is to be painted."""
+    """Return a file like those of OpenAI's client: transparent parts are to be painted."""
     picture = mask.convert("RGBA")
     picture.putalpha(mask.point(lambda value: 255 - value))
     return file_of(picture)
@@ -162,7 +162,7 @@ def test_a_clip_with_sound_begins_with_a_picture(url: str, folders: Mapping[str,
 
 
 def test_a_clip_is_made_in_two_passes_of_one_job(url: str, folders: Mapping[str, Path]) -> None:
-    """The gang tells of the steps of both."""
+    """The gang reports the steps of both."""
     body: dict[str, Any] = {"model": "enlarging", "prompt": "a red circle", "seed": 5, "size": "192x128", "fps": FPS}
     body |= {"num_frames": 5, "num_inference_steps": 2, "guidance_scale": 1, "second_stage_sigmas": [0.9, 0.7, 0.4]}
     record = httpx.post(f"{url}/v1/videos", json=body, timeout=TIMEOUT_S).json()
@@ -188,7 +188,7 @@ def test_a_clip_is_made_in_two_passes_of_one_job(url: str, folders: Mapping[str,
 def test_a_clip_is_made_of_a_clip_and_of_that_another(
     url: str, folders: Mapping[str, Path], model: str, length: int, fields: dict[str, Any]
 ) -> None:
-    """On two ranks by blocks, and on one by the pipeline's own call; then once more by the id of the result."""
+    """It runs on two ranks by blocks, and on one by the pipeline's own call; then again by the result's id."""
     body = {"model": model, "prompt": "a red circle", "seed": 5, "size": "64x64", "fps": FPS, "num_inference_steps": 2}
     body |= fields
     file = clip_file(80, 64, length)
@@ -227,7 +227,7 @@ def test_a_part_of_a_clip_is_made_anew(url: str, folders: Mapping[str, Path]) ->
 
 
 def test_a_character_moves_like_a_clip(url: str, folders: Mapping[str, Path]) -> None:
-    """In two segments. The character's picture decides the shape; without the clip, or it, nothing is made."""
+    """It has two segments. The character's picture decides the shape; both picture and clip are required."""
     body = {"model": "animating", "prompt": "a red circle", "seed": 5, "fps": FPS, "num_inference_steps": 2}
     files = {
         "input_reference": ("a.png", file_of(smooth(64, 96)), "image/png"),

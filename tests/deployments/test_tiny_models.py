@@ -1,6 +1,6 @@
-"""Tiny models of this year's architectures in the whole application, on gangs of rank actors.
+"""Tiny models of this year's architectures run in the whole application, on gangs of rank actors.
 
-Pictures over HTTP are those of diffusers' own call."""
+Pictures over HTTP equal those of diffusers' own call."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ MAKERS: Mapping[str, Callable[[Path], Path]] = {
 STEPS = 2
 SEED = 5
 LARGEST_DIFFERENCE = 1
-"""Of 255: sums are made in another order, and a value may lie on either side of a whole number."""
+"""Levels of 255: sums are added in another order, and a value may lie on either side of a whole number."""
 
 
 def request_of(folder: Path) -> MediaRequest:
-    """A picture whose tokens ranks must pad, with guidance where the model has it."""
+    """Return a request for a picture whose tokens ranks must pad, with guidance if the model has it."""
     defaults = Checkpoint(folder).defaults
     size = Size(width=5 * defaults.size_multiple, height=3 * defaults.size_multiple)
     return defaults.request(size, prompt="a red circle", num_inference_steps=STEPS, seed=SEED)

@@ -1,4 +1,4 @@
-"""`serve deploy` of a changed file while clients ask: what changed is replaced gang by gang, the rest stays."""
+"""`serve deploy` of a changed file while clients ask replaces the changes gang by gang, and keeps the rest."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ CHANGES = {
     "deployments/names.py": ("        return version(DISTRIBUTION)", f"        return {NEW_VERSION!r}"),
     "pipelines/blocks/opened.py": (".manual_seed(request.seed)", ".manual_seed(request.seed + 1)"),
 }
-"""What the next release changes: a version that the API tells, and the noise that gangs begin with."""
+"""Changes of the next release: a version in the API, and the first noise of gangs."""
 ROLLOUT_S = 3 * PATIENCE_S
-"""One gang after the other starts its processes on busy cores."""
+"""Time for one gang after the other to start its processes on busy cores."""
 
 
 @pytest.fixture(scope="module")
 def cluster(ray_cluster: None) -> Iterator[FakeNodes]:
-    """A head alone, which has room for all gangs."""
+    """Start a head alone, which has room for all gangs."""
     with short_folder() as folder, fake_nodes(folder, idle_timeout_s=PATIENCE_S) as nodes:
         yield nodes
 
@@ -68,7 +68,7 @@ def url(cluster: FakeNodes, document: dict[str, Any]) -> str:
 
 @pytest.fixture(scope="module")
 def pictures(url: str) -> dict[str, list[bytes]]:
-    """The files of two seeds by model, whose name is in them."""
+    """Return the files of two seeds by model; the model's name is in them."""
     made = {model: [picture(url, model=model, seed=seed, **LONG) for seed in range(2)] for model in MODELS}
     for files in made.values():
         for seed, data in enumerate(files):
@@ -82,13 +82,13 @@ def model_of(document: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def processes(deployment: str) -> set[int]:
-    """The process ids of the replicas of a deployment."""
+    """Return the process ids of the replicas of a deployment."""
     prefix = f"ray::ServeReplica:troupe:{deployment}"
     return {one.pid for one in psutil.process_iter() if title_of(one).startswith(prefix)}
 
 
 def gangs(cluster: FakeNodes, model: str, num: int) -> dict[str, str]:
-    """The gangs of ``model`` once there are ``num``: while Serve builds a new version it names none."""
+    """Return the gangs of ``model`` once there are ``num``: while Serve builds a new version it names none."""
     found: dict[str, str] = {}
 
     def are_there() -> bool:
@@ -102,7 +102,7 @@ def gangs(cluster: FakeNodes, model: str, num: int) -> dict[str, str]:
 
 @contextmanager
 def load(url: str, pictures: dict[str, list[bytes]]) -> Iterator[None]:
-    """Two clients of each model, each of whose answers is compared."""
+    """Run two clients of each model, and check each answer."""
     with ExitStack() as stack:
         for model in MODELS:
             stack.enter_context(asked_for(url, pictures[model], num_clients=2, model=model, **LONG))
@@ -111,7 +111,7 @@ def load(url: str, pictures: dict[str, list[bytes]]) -> Iterator[None]:
 
 @contextmanager
 def most_gangs(cluster: FakeNodes, model: str) -> Iterator[list[int]]:
-    """A list that has, after the block, the largest number of gangs of ``model`` that had processes at once."""
+    """Yield a list that has, after the block, the largest number of gangs of ``model`` alive at once."""
     over, most = threading.Event(), [0]
 
     def look() -> None:
@@ -208,7 +208,7 @@ def write_next_release(folder: Path) -> None:
 
 @contextmanager
 def clients(url: str) -> Iterator[list[bytes]]:
-    """Clients that ask for one picture until the block ends. Yields the answers, none of which may be an error."""
+    """Run clients that request one picture until the block ends. Yield the answers, none of which may be an error."""
     enough, answers = threading.Event(), list[bytes]()
 
     def ask() -> None:
@@ -232,7 +232,7 @@ def version_of(url: str) -> str:
 def test_the_next_release_of_the_code_replaces_every_process_and_loses_no_request(
     cluster: FakeNodes, url: str, document: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Two gangs; while they are replaced, answers are those of one release or of the other."""
+    """There are two gangs; while they are replaced, answers are those of one release or of the other."""
     ingress = cluster.gangs("Ingress").keys()
     document["applications"][0]["args"]["models"] = [model_of(document, "changed")]
     model_of(document, "changed")["denoiser"]["num_replicas"] = NUM_GANGS

@@ -1,4 +1,4 @@
-"""docs/operate/alerts.yaml asks for series and labels that there are, and its alerts fire."""
+"""docs/operate/alerts.yaml uses series and labels that exist, and its alerts fire."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PROMTOOL = shutil.which("promtool")
 
 
 def seconds(name: str, below: float, above: float) -> dict[str, str]:
-    """Return a histogram all of whose values lie between ``below`` and ``above``."""
+    """Return a histogram with all values between ``below`` and ``above``."""
     buckets = {f"{below:g}": "0+0x180", f"{above:g}": "0+10x180", "+Inf": "0+10x180"}
     return {f'{name}_bucket{{model="a", le="{bound}"}}': values for bound, values in buckets.items()}
 
@@ -73,7 +73,7 @@ FIRES: dict[str, tuple[dict[str, str], str]] = {
         "150m",
     ),
 }
-"""Series, a sample a minute each, under which an alert fires, and when."""
+"""Series, a sample a minute each, under which an alert fires, and the time."""
 QUIET = {
     'up{job="troupe", instance="host:9464"}': "1x120",
     'troupe_requests_open{model="a", tier="default"}': "1x120",
@@ -82,7 +82,7 @@ QUIET = {
     'troupe_http_requests_total{status="200"}': "0+90x120",
     'troupe_http_requests_total{status="429"}': "0+1x120",
 }
-"""Series of a server at work, under which none does."""
+"""Series of a working server, under which no alert fires."""
 
 
 @pytest.mark.parametrize("name", BY_NAME)

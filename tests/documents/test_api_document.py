@@ -1,4 +1,4 @@
-"""docs/use and docs/operate/monitoring.md name every route, field, event, error and metric that there is."""
+"""docs/use and docs/operate/monitoring.md name every route, field, event, error and metric."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ UNSAID = {"type"}
 
 
 def words_in_code() -> set[str]:
-    """Words in backticks or fenced blocks; ``GET /v1/videos`` gives the route as a word, too."""
+    """Return the words in backticks or fenced blocks; ``GET /v1/videos`` gives the route as a word, too."""
     code = chain(re.findall(r"```\w+\n(.*?)```", TEXT, re.DOTALL), re.findall(r"`([^`\n]+)`", TEXT))
     return {word for text in code for word in re.findall(r"[\w./{}-]+", text)}
 
@@ -42,7 +42,7 @@ def openapi() -> dict[str, Any]:
 def test_every_route_is_described() -> None:
     described = {(method, path) for method, path in re.findall(r"`(GET|POST|DELETE) (/[\w/{}]*)`", TEXT)}
     routes = {(method.upper(), path) for path, methods in openapi()["paths"].items() for method in methods}
-    # The path of a model may hold slashes, as hub ids do.
+    # The path of a model may contain slashes, like hub ids.
     assert described >= {(method, path.replace("{model:path}", "{model}")) for method, path in routes}
     assert described <= routes | {("GET", "/v1/models/{model}")}
 

@@ -1,4 +1,4 @@
-"""The tables of docs/operate/cards.md are what their program writes."""
+"""The tables of docs/operate/cards.md are the output of their program."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def program() -> Iterator[ModuleType]:
 
 
 def rows() -> dict[str, str]:
-    """Lines of the tables by the model at their beginning."""
+    """Return the lines of the tables by the model at their beginning."""
     _, _, tables = DOCUMENT.read_text().partition("<!-- cards")
     return {match[1]: match[0] for match in re.finditer(r"^\| ([\w.-]+)(?:\[\^\w+\])* \| [\d.]+ \|.*$", tables, re.M)}
 
@@ -55,7 +55,7 @@ def test_it_is_up_to_date(program: ModuleType) -> None:
 
 
 def test_what_was_held_is_within_what_the_documents_say(program: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the table of what was held, which is up to date: here for one model, for all where the document is made."""
+    """The table of held memory is up to date: here for one model; the document's program checks all."""
     _, _, tables = DOCUMENT.read_text().partition("<!-- cards")
     _, _, table = tables.partition("held by estimated")
     held = re.findall(r"^\| ([\w.-]+) \| [^|]+ \| [\d.]+ \| [\d.]+ \| ([\d.]+) \|$", table, re.M)
@@ -77,7 +77,7 @@ def test_only_what_was_seen_is_bold(program: ModuleType) -> None:
 
 @pytest.fixture
 def seen(program: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file of lines in place of what was seen on cards."""
+    """Write a file of lines in place of the results on cards."""
     times = {"first_ms": {"total": 9100.0}, "other_ms": {"total": 5200.0}, "predicted_s": 4.04, "same_bytes": True}
     card = {"hardware": "NVIDIA H200", "left_gib": 11.83, "held_gib": 11.06, "size": "1024x1024", "steps": 4}
     one = {"model": HELD, "card_gb": 12.0, "savings": {"denoiser.torch.offloaded_blocks": 10}, "estimated_gib": 9.92}

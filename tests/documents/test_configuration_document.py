@@ -52,16 +52,16 @@ SECTIONS: dict[str, Any] = {
 UNNAMED = (config.ServeConfig, config.ApplicationConfig, config.AppConfig, ModelConfig)
 SAID_ELSEWHERE = {"applications", "args", "import_path", "route_prefix", "text_encoder", "denoiser", "decoder"}
 SAID_ELSEWHERE |= {"models", "api", "door", "metrics", "http_options", "autoscaling", "torch", "tensorrt", "nccl"}
-"""Sections, which have keys of their own, and what is the same in every file."""
+"""Sections, which have keys of their own, and keys that are the same in every file."""
 OF_OTHERS = {
     "decoder.": {field.name for field in dataclasses.fields(stages.StageConfig)},
     "denoiser.autoscaling.": set(stages.AutoscalingConfig.model_fields),
 }
-"""Keys whose rows stand with the text encoder, or with all that scales."""
+"""Keys whose rows are with the text encoder, or with all that scales."""
 
 
 def keys() -> dict[str, Any]:
-    """Key to default; one that is required has ``...``."""
+    """Return the default of each key; a required one has ``...``."""
     sections = [("", model) for model in UNNAMED] + list(SECTIONS.items())
     return {
         f"{prefix}{name}": default

@@ -34,7 +34,7 @@ def hooks() -> Iterator[ModuleType]:
 
 @cache
 def anchors(document: Path) -> set[str]:
-    """What GitHub, and the site, call the headings of ``document``."""
+    """Return the anchors that GitHub, and the site, give the headings of ``document``."""
     headings = re.findall(r"^#+ (.*)$", FENCE.sub("", document.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 

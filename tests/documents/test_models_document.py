@@ -1,4 +1,4 @@
-"""docs/reference/models.md and README's table are what their program writes, and say what the registry knows."""
+"""docs/reference/models.md and README's table are the output of their program, and agree with the registry."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_table_in_the_readme_is_up_to_date(program: ModuleType) -> None:
 
 
 def test_the_readme_promises_of_a_model_what_its_own_row_says(program: ModuleType) -> None:
-    """Those that share a row are asked the same: what one does is no promise of another."""
+    """Each model in a shared row is checked: one's ability is no promise of another."""
     rows = [line.strip("| ").split(" | ") for line in DOCUMENT.read_text().splitlines() if line.startswith("| `")]
     said = {cells[0].strip("`"): cells[3] for cells in rows if cells[2] == "—"}
     table = {title: words.partition("; ") for titles, words, _ in program.families() for title in titles.split(", ")}
@@ -65,7 +65,7 @@ def test_the_readme_promises_of_a_model_what_its_own_row_says(program: ModuleTyp
 
 
 def titles(program: ModuleType, name: str) -> list[str]:
-    """Return what a pipeline is called in README's table."""
+    """Return a pipeline's names in README's table."""
     family = program.family_of(name)
     return str(program.FAMILIES[family]).split(", ") if family else [program.title_of(name)]
 

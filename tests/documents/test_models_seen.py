@@ -1,4 +1,4 @@
-"""What the table of models says of those that were seen on a GPU comes from the results of sweeps."""
+"""The table's remarks on models seen on a GPU come from the results of sweeps."""
 
 from __future__ import annotations
 

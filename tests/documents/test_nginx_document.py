@@ -1,4 +1,4 @@
-"""The site in docs/operate/nginx.md, run by nginx in front of the door and a small application."""
+"""nginx runs the site of docs/operate/nginx.md in front of the door and a small application."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NAME = "troupe.example.com"
 NGINX = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin:/usr/local/sbin")
 NUM_EVENTS = 3
 STUCK_S = 30.0
-"""After this an event that has not arrived counts as held back."""
+"""After this an event that has not arrived counts as delayed."""
 OWN_PLACES = ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
 """Folders that nginx makes for temporary files; the built-in ones belong to root."""
 
@@ -82,7 +82,7 @@ class Application:
         return bytes(body)
 
     async def _stream(self, send: Send) -> None:
-        """Without X-Accel-Buffering, so that the site alone has to see to it."""
+        """Send events without X-Accel-Buffering, so that the site alone must prevent buffering."""
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         for number in range(NUM_EVENTS):
@@ -94,7 +94,7 @@ class Application:
 
 @contextmanager
 def in_thread(application: Application) -> Iterator[tuple[str, int]]:
-    """The address of the application under uvicorn, as Ray Serve runs one."""
+    """Yield the address of the application under uvicorn, as in Ray Serve."""
     server = uvicorn.Server(uvicorn.Config(application, log_level="warning", lifespan="off"))
     listener = listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, args=([listener],))
@@ -109,7 +109,7 @@ def in_thread(application: Application) -> Iterator[tuple[str, int]]:
 
 @contextmanager
 def nginx(folder: Path, door_port: int, authority: Authority) -> Iterator[tuple[int, int]]:
-    """The ports of the documented site (plain, TLS), with this machine's ports and certificate in place of its own."""
+    """Yield the ports of the documented site (plain, TLS), with this machine's ports and certificate."""
     issued = authority.issue(NAME, usage=ExtendedKeyUsageOID.SERVER_AUTH)
     plain, tls = own_port("nginx plain"), own_port("nginx tls")
     site = BLOCKS["nginx"]
@@ -125,7 +125,7 @@ def nginx(folder: Path, door_port: int, authority: Authority) -> Iterator[tuple[
     places = "\n".join(f"{name}_temp_path {folder / name};" for name in OWN_PLACES)
     head = f"daemon off; pid {folder}/pid; error_log {folder}/error.log; worker_processes 1; events {{}}"
     if os.geteuid() == 0:
-        head = f"user root;\n{head}"  # as whom the workers write below ``folder``
+        head = f"user root;\n{head}"  # the workers write below ``folder`` as this user
     whole = folder / "nginx.conf"
     whole.write_text(f"{head}\nhttp {{ access_log off;\n{places}\n{site}}}\n")
     command = [str(NGINX), "-e", str(folder / "error.log"), "-p", str(folder), "-c", str(whole)]
@@ -139,7 +139,7 @@ def nginx(folder: Path, door_port: int, authority: Authority) -> Iterator[tuple[
 
 
 def documented_settings(folder: Path) -> tuple[AppConfig, ApiSettings]:
-    """The document's configuration, and what the API behind the door has of it."""
+    """Return the document's configuration, and the settings of the API behind the door."""
     app = parse_config(yaml.safe_load(BLOCKS["yaml"])).app
     inner = behind_door(app).api
     settings = ApiSettings(data_dir=folder, trusted_proxies=inner.trusted_proxies, allowed_hosts=inner.allowed_hosts)
@@ -148,7 +148,7 @@ def documented_settings(folder: Path) -> tuple[AppConfig, ApiSettings]:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Application, httpx.Client, int]]:
-    """The application, a client that trusts the site's certificate, and the port of plain HTTP."""
+    """Yield the application, a client that trusts the site's certificate, and the port of plain HTTP."""
     folder = tmp_path_factory.mktemp("nginx")
     app, settings = documented_settings(folder)
     application, authority = Application(settings), Authority(folder)
@@ -168,7 +168,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Application
 
 
 def until_answered(client: httpx.Client) -> None:
-    """Return once the door has found the application (503 until then)."""
+    """Wait until the door has found the application (503 until then)."""
     for _ in range(1000):
         if client.get("/names").status_code == httpx.codes.OK:
             return
@@ -177,7 +177,7 @@ def until_answered(client: httpx.Client) -> None:
 
 
 def test_events_arrive_one_at_a_time(site: tuple[Application, httpx.Client, int]) -> None:
-    """The next event is written only when the client has the last: a proxy that collects them gets stuck."""
+    """The next event is written only when the client has the last: a proxy that buffers them gets stuck."""
     application, client, _ = site
     events = []
     with client.stream("GET", "/events", timeout=STUCK_S / 2) as response:
@@ -198,7 +198,7 @@ def test_a_client_that_leaves_ends_its_request(site: tuple[Application, httpx.Cl
 def test_uploads_of_the_allowed_size_pass(site: tuple[Application, httpx.Client, int]) -> None:
     application, client, _ = site
     num_bytes = application.settings.max_upload_bytes
-    for num_sent in (num_bytes, num_bytes + 1):  # the second one for Troupe to refuse, with its own error
+    for num_sent in (num_bytes, num_bytes + 1):  # Troupe refuses the second one, with its own error
         assert client.post("/upload", content=bytes(num_sent)).text == str(num_sent)
     assert client.post("/upload", content=bytes(num_bytes + (2 << 20))).status_code == 413
 

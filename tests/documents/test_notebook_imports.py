@@ -1,4 +1,4 @@
-"""What the cells of a notebook import is there, found without running them."""
+"""The imports of a notebook's cells exist, found without running them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_name_that_has_moved_is_seen() -> None:
 
 
 def imports(source: str) -> Iterator[tuple[str, str | None]]:
-    """Modules that a cell imports, each with a name that it takes of it, if any. Lines of magic are left out."""
+    """Yield the modules that a cell imports, each with an imported name, if any. Skip lines of magic."""
     lines = ("" if line.startswith(("%", "!")) else line for line in source.splitlines())
     for node in ast.walk(ast.parse("\n".join(lines))):
         if isinstance(node, ast.Import):
@@ -43,7 +43,7 @@ def imports(source: str) -> Iterator[tuple[str, str | None]]:
 
 
 def resolves(module: str, name: str | None) -> bool:
-    """True if ``import module``, or ``from module import name``, succeeds."""
+    """Return True if ``import module``, or ``from module import name``, succeeds."""
     try:
         if name is None or hasattr(import_module(module), name):
             return import_module(module) is not None

@@ -1,4 +1,4 @@
-"""Tables of peers are what their program writes, and a ratio is to a peer's best setting on the same GPUs."""
+"""Tables of peers are the output of their program; a ratio is to a peer's best setting on equal GPUs."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_hosts_are_not_mixed_and_the_last_one_counts(program: ModuleType, tmp_pa
 
 
 def test_models_have_rows_too(program: ModuleType, tmp_path: Path) -> None:
-    """The fastest way that a gang would choose counts as Troupe's."""
+    """The fastest strategy that a gang would choose counts as Troupe's."""
     lines = [
         {**MODEL, **HOST, "maker": maker, "median_ms": median_ms}
         for maker, median_ms in (

@@ -1,4 +1,4 @@
-"""What docs/reference/tensorrt.md says of each model is what the code refuses, and what tests prove."""
+"""docs/reference/tensorrt.md agrees with the code's refusals and the tests' proofs for each model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every message in docs/operate/troubleshooting.md is one that the code has."""
+"""Every message in docs/operate/troubleshooting.md is in the code."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ MESSAGES = [message for message in ROW.findall(TEXT) if " " in message]
 
 @cache
 def pieces() -> tuple[str, ...]:
-    """The constant text of every string in the packages, as far as it has no field to fill in."""
+    """Return the constant text of every string in the packages, without its fields."""
     files = (file for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     return tuple({piece for file in files for piece in constants(file.read_text()) if piece.strip()})
 
 
 def constants(source: str) -> Iterator[str]:
-    """Docstrings are left out."""
+    """Yield the constant parts of the strings of ``source``, without docstrings."""
     nodes = list(ast.walk(ast.parse(source)))
     docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:

@@ -1,1 +1,1 @@
-"""Tests of one running application, and of what readers type to it; a package, so that its fixture ends with it."""
+"""Tests of one running application, and of the documents' commands; a package, so that its fixture ends with it."""

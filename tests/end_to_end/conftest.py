@@ -29,23 +29,23 @@ DEFAULTS = {
 }
 SMALL_CLIP = {"size": "32x32", "num_frames": 9, "num_inference_steps": 6}
 LONGEST = 100
-"""Steps, as many as the models allow."""
+"""The most steps that the models allow."""
 LONG_CLIP = {"size": "96x96", "num_frames": 33, "num_inference_steps": LONGEST}
-"""No such clip ends by itself while a test looks at it."""
+"""No such clip ends by itself during a test."""
 NUM_RUNNING = 3
 NUM_WAITING = 60
 MAX_BODY_BYTES = 100_000
 PING_DEADLINE_S = 12.0
-"""What a test waits for that stops a rank; one that waits for a core is not to be taken for one that was stopped."""
+"""Time that a test waits after stopping a rank; a rank that waits for a core must not count as stopped."""
 METRICS_PORT = own_port("metrics of the application")
 METRICS_URL = f"http://127.0.0.1:{METRICS_PORT}/metrics"
 WARM_SIZE = "96x32"
-"""Prepared at start; only the test of that asks for it."""
+"""Warmed up at start; only its own test requests it."""
 
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The shipped models, with defaults that make less work of what names neither steps nor frames."""
+    """Return the shipped models, with defaults of fewer steps and frames."""
     return {
         name: with_defaults(ROOT / "pipelines" / "checkpoints" / name, tmp_path_factory.mktemp(name), DEFAULTS[name])
         for name in (PICTURES, CLIPS, EDITS)
@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def with_defaults(checkpoint: Path, folder: Path, defaults: Mapping[str, int]) -> Path:
-    """``folder``, with links to the parts of ``checkpoint`` and its ``troupe.json`` changed by ``defaults``."""
+    """Return ``folder``, with links to the parts of ``checkpoint``, and its ``troupe.json`` changed by ``defaults``."""
     for part in checkpoint.iterdir():
         (folder / part.name).symlink_to(part)
     (folder / "troupe.json").unlink()

@@ -1,4 +1,4 @@
-"""Clients that go away: their jobs stop on all ranks, and nobody else notices."""
+"""The jobs of clients that disconnect stop on all ranks, and no other client notices."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning"
 
 NUM_SEEDS = 5
 LONG = SMALL | {"size": "256x256", "num_inference_steps": LONGEST}
-"""As large a picture and as many steps as may be: none of these jobs ends by itself while a test looks at it."""
+"""The largest picture with the most steps: none of these jobs ends by itself during a test."""
 
 
 def cancelled() -> dict[str, int]:
-    """Jobs that their gangs cancelled, with the steps that were done by then."""
+    """Return the jobs that their gangs cancelled, with their finished steps."""
     return {line["gang_job_id"]: line["num_steps_done"] for line in log_lines("job is cancelled")}
 
 
 def dropped() -> dict[str, dict[int, int]]:
-    """Jobs that ranks dropped: for each rank the steps that it had done by then."""
+    """Return the jobs that ranks dropped, with the finished steps of each rank."""
     jobs: dict[str, dict[int, int]] = {}
     for line in log_lines("job is dropped"):
         jobs.setdefault(line["gang_job_id"], {})[line["rank"]] = line["num_steps_done"]
@@ -50,7 +50,7 @@ def dropped() -> dict[str, dict[int, int]]:
 
 
 def held() -> set[tuple[str, int]]:
-    """Jobs with the ranks that began them and have neither ended nor dropped them. Of ranks that were killed, too."""
+    """Return jobs with the ranks that began them and have neither ended nor dropped them, including killed ranks."""
 
     def places(message: str) -> set[tuple[str, int]]:
         return {(line["gang_job_id"], line["rank"]) for line in log_lines(message)}
@@ -59,7 +59,7 @@ def held() -> set[tuple[str, int]]:
 
 
 def assert_dropped_within_two_steps(job_id: str) -> None:
-    """The ranks are at most two steps further than the gang was when it cancelled the job; all at the same one."""
+    """Check that all ranks are at the same step, at most two beyond the gang's when it cancelled the job."""
     wait_until(lambda: len(dropped().get(job_id, {})) == 2, "both ranks drop the job")
     num_steps_done, by_rank = cancelled()[job_id], dropped()[job_id]
     assert set(by_rank) == {0, 1}

@@ -1,4 +1,4 @@
-"""Commands that talk to an application which runs already."""
+"""Commands talk to a running application."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The editor that ships, through the official client."""
+"""The shipped editor works through the official client."""
 
 from __future__ import annotations
 

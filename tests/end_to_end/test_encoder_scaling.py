@@ -1,4 +1,4 @@
-"""Encoders of a running application come with prompts and go, and no request is lost."""
+"""Encoders of a running application scale with prompts, and no request is lost."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SCALING = {
     "upscale_delay_s": 0.5,
     "downscale_delay_s": 2,
 }
-"""Most of a request's time is its gang's, so a mean of far less than one is in an encoder."""
+"""Most of a request's time is its gang's, so far fewer than one on average is in an encoder."""
 NUM_CLIENTS = 6
 SHORT, LONG = {"num_inference_steps": 1}, {"num_inference_steps": 24}
 
 
 def test_encoders_come_with_prompts_and_go(ray_cluster: None) -> None:
-    """Both under load: the encoder that ends has made conditionings which gangs may not have read yet."""
+    """This happens under load: the encoder that ends has made conditionings that gangs may not have read yet."""
     document = config_of({MODEL: SHIPPED / MODEL}).model_dump(mode="json")
     (model,) = document["applications"][0]["args"]["models"]
     model["text_encoder"] |= {"autoscaling": SCALING, "conditionings_mib": 0}  # every prompt is encoded

@@ -1,4 +1,4 @@
-"""What the door lets in, through Ray Serve's proxy: many who watch one clip, bodies that nobody wants, names."""
+"""The door, through Ray Serve's proxy, admits many watchers of one clip, and refuses large bodies and wrong names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from tests.deployments.support.live import PROMPT, TIMEOUT_S, streamed
 from tests.end_to_end.conftest import LONG_CLIP
 
 NUM_CLIPS = 10
-"""Of which two are made at a time: the last one waits for as long as watchers take to come."""
+"""Two of these are made at a time: the last one waits for as long as watchers take to come."""
 NUM_WATCHERS = 300
-"""More than 256, which is what a replica of the door once took of all requests together."""
+"""More than 256, the former limit of a replica for all requests together."""
 
 
 async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
@@ -32,7 +32,7 @@ async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
             answer = await stack.enter_async_context(client.stream("GET", f"/v1/videos/{ids[-1]}/events"))
             lines = answer.aiter_lines()
             assert await anext(lines) in ("event: video.progress", ": nothing new")
-            return lines  # a stream whose iterator is forgotten is closed
+            return lines  # a stream whose iterator is dropped is closed
 
         watching = await asyncio.gather(*(watch() for _ in range(NUM_WATCHERS)))
         assert len(watching) == NUM_WATCHERS
@@ -46,7 +46,7 @@ async def test_idle_watchers_take_no_place_from_work(url: str) -> None:
     ("method", "path", "status"), [("GET", "/health", 413), ("POST", "/v1/nothing", 404), ("PUT", "/v1/videos", 405)]
 )
 def test_a_gibibyte_that_nobody_wants_is_not_read(url: str, method: str, path: str, status: int) -> None:
-    """Sent slowly: between this client and who closes the connection lies a proxy that reads as fast as it can."""
+    """It is sent slowly: a proxy that reads as fast as it can is between this client and the closing server."""
     host, _, port = url.removeprefix("http://").partition(":")
     num_bytes = 0
     with socket.create_connection((host, int(port)), TIMEOUT_S) as connection:

@@ -1,4 +1,4 @@
-"""The running application as Python callers meet it: handles of Serve."""
+"""Python callers use the running application through handles of Serve."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_handle_with_bad_fields_says_what_is_wrong(url: str) -> None:
 
 def test_the_status_is_what_serve_says(url: str) -> None:
     def are_equal() -> bool:
-        """Not if a replica is lost between the two."""
+        """Return whether both agree; they differ if a replica is lost between them."""
         status = serve.status().applications["troupe"]
         assert {"Ingress", f"Denoiser-{CLIPS}"} < set(status.deployments)
         return application_status() == status

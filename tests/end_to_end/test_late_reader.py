@@ -1,6 +1,6 @@
-"""What deployments hand to each other is there however late it is looked at: an ingress may have much to do.
+"""Values passed between deployments stay available for a late reader: an ingress may be busy.
 
-Ray forgets an object that an item of a stream refers to, if the item comes before it is asked for.
+Ray drops an object that an item of a stream refers to, if the item comes before it is requested.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def handles(url: str) -> dict[str, Any]:
 
 
 def ended(request: MediaRequest) -> bool:
-    """Whether both ranks are through with the request."""
+    """Return whether both ranks have ended the request."""
     lines = log_lines("job ends")
     return {0, 1} == {line["rank"] for line in lines if line["request_id"] == request.request_id}
 
 
 async def read_late(events: AsyncGenerator[StudioEvent], is_over: Callable[[], bool]) -> list[StudioEvent]:
-    """Reads the first event, then lets this process do nothing else until the job is over."""
+    """Read the first event, then block this process until the job is over."""
     seen = [await anext(events)]
-    wait_until(is_over, "the job ends on its ranks")  # which blocks this thread's event loop
+    wait_until(is_over, "the job ends on its ranks")  # this blocks the thread's event loop
     return seen + [event async for event in events]
 
 
@@ -56,7 +56,7 @@ async def test_latents_that_are_read_late_are_there(handles: dict[str, Any], mod
 
 
 async def test_no_deployment_hands_out_references(handles: dict[str, Any], models: dict[str, Path]) -> None:
-    """A conditioning that was lost so would cost a run of its request."""
+    """A conditioning lost in this way would cost a run of its request."""
     request, _ = bare_request(models, partial_images=1)
     encoding = handles["text_encoder"].encode.remote(request)
     encoded = [await encoding._to_object_ref()]

@@ -1,4 +1,4 @@
-"""SECURITY.md lists every socket at which a running application listens."""
+"""SECURITY.md lists every socket on which a running application listens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ZYGOTE = "deployments.zygote"
 
 
 def processes() -> list[psutil.Process]:
-    """Processes of the cluster and the door with all their children, without this process and those of other tests."""
+    """Return the processes of the cluster and the door with all children, without this process and other tests'."""
     roots = [one for one in psutil.Process().children() if is_root(one)]
     return roots + [one for root in roots for one in of_living(partial(root.children, recursive=True), [])]
 
@@ -27,11 +27,11 @@ def is_root(process: psutil.Process) -> bool:
 
 
 def test_what_listens_in_a_cluster_is_in_the_table(url: str) -> None:
-    """Here Ray listens as `ray start` has it."""
+    """Here Ray listens as with `ray start`."""
     found: list[str] = []
 
     def agree() -> bool:
-        """Not while a gang is rebuilt after another test."""
+        """Return whether the table is right; it is not while a gang is rebuilt after another test."""
         found[:] = differences(listening(processes()), rows(CLUSTER))
         return not found
 

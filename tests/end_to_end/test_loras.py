@@ -1,4 +1,4 @@
-"""An adapter that a client adds: on the gang, on the one after it, for Python callers, and gone when it is deleted."""
+"""A client's adapter works on the gang, on the next gang and for Python callers, and is gone once deleted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``/metrics`` of the running application: its sums are those of the timings in the answers."""
+"""The sums in ``/metrics`` of the running application are those of the timings in the answers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MODEL = {"model": PICTURES}
 REPLICAS = {"Ingress", *(f"Denoiser-{model}" for model in (PICTURES, CLIPS, EDITS))}
 ROUTE = {"method": "POST", "route": "/v1/images/generations"}
 ENDS = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count")}
-"""What a type adds to the name of its family."""
+"""Suffixes that a type adds to the name of its family."""
 
 
 Sample = tuple[str, frozenset[tuple[str, str]]]
@@ -29,7 +29,7 @@ Sample = tuple[str, frozenset[tuple[str, str]]]
 
 
 def page() -> list[Metric]:
-    """What the page says once every process has answered in time: those that have not are left out."""
+    """Return the page once every process has answered in time: it omits the others."""
     families: list[Metric] = []
 
     def is_whole() -> bool:
@@ -45,7 +45,7 @@ def replicas_of(families: list[Metric]) -> set[str]:
 
 
 def read() -> Mapping[Sample, float]:
-    """Every sample, added up over replicas; as Prometheus would, it comes from another port than the API."""
+    """Return every sample, summed over replicas. Its port is not the API's, as with Prometheus."""
     samples: defaultdict[Sample, float] = defaultdict(float)
     for family in page():
         for sample in family.samples:
@@ -64,7 +64,7 @@ def named(name: str, **labels: str) -> Sample:
 
 
 async def paint(client: httpx.AsyncClient, seed: int) -> Mapping[str, float]:
-    """The timings that the answer tells."""
+    """Return the timings in the answer."""
     body = {"prompt": PROMPT, "seed": seed, "num_inference_steps": 4, "deadline_s": TIMEOUT_S, "service_tier": "flex"}
     async with stream_of(client, body) as events:
         *_, last = [event async for event in events]
@@ -73,7 +73,7 @@ async def paint(client: httpx.AsyncClient, seed: int) -> Mapping[str, float]:
 
 
 async def paint_until_predicted(client: httpx.AsyncClient, answers: Sample) -> None:
-    """Where this test is the first, nothing like it was measured before."""
+    """Request pictures until one has a prediction: if this test runs first, nothing similar was measured."""
     before, timings = read(), [await paint(client, seed=0)]
     while timings[-1]["eta_s"] is None:
         timings.append(await paint(client, seed=0))

@@ -1,4 +1,4 @@
-"""The notebooks lie in git with small outputs of one run. The slow tests run them from top to bottom, in kernels."""
+"""The notebooks in git have small outputs of one run. The slow tests run them from top to bottom, in kernels."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def read(path: Path) -> nbformat.NotebookNode:
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_in_git_are_of_one_run(path: Path) -> None:
-    """Of all cells in order, without errors and warnings, and small."""
+    """All cells ran in order, without errors and warnings, and the outputs are small."""
     notebook = read(path)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
@@ -45,7 +45,7 @@ def test_outputs_in_git_are_of_one_run(path: Path) -> None:
 
 
 def outputs(notebook: nbformat.NotebookNode, kind: str) -> list[str]:
-    """What the cells show, of one MIME type, in order."""
+    """Return the outputs of the cells in one MIME type, in order."""
     shown = [output.get("data", {}) for cell in notebook.cells for output in cell.get("outputs", [])]
     return [data[kind] for data in shown if kind in data]
 
@@ -62,7 +62,7 @@ def run(notebook: nbformat.NotebookNode, folder: Path) -> None:
 
 
 def assert_all_is_shown(notebook: nbformat.NotebookNode) -> None:
-    """Pictures of the right sizes that are not of one colour, clips, and progress to the end."""
+    """Check pictures of the right sizes and several colours, clips, and complete progress."""
     pictures = [
         np.asarray(Image.open(io.BytesIO(b64decode(data))).convert("RGB")) for data in outputs(notebook, "image/png")
     ]
@@ -91,7 +91,7 @@ def test_first_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_your_own_model(tmp_path: Path) -> None:
-    """Its last cell of code compares every strategy with diffusers' own picture, and says so by failing."""
+    """Its last cell of code compares every strategy with diffusers' own picture, and fails if they differ."""
     notebook = read(YOUR_OWN)
     run(notebook, tmp_path)
     (plot,) = outputs(notebook, "image/png")
@@ -139,7 +139,7 @@ def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.ray
 @pytest.mark.slow
 def test_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By work fewer GPU-hours are for fewer late pictures, turns are faster than parts, and two models take turns.
+    """By work fewer GPU-hours give fewer late pictures, turns are faster than parts, and two models take turns.
 
     Nodes of the live cluster come and go.
     """

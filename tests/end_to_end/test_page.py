@@ -1,4 +1,4 @@
-"""The web page on the running application, in a real browser: a recipe, an adapter of one's own, an edit."""
+"""The running application's web page, in a real browser, draws with a recipe, a new adapter, and an edit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def page(url: str, tmp_path: Path) -> Iterator[Chromium]:
 
 
 def newest(page: Chromium) -> bytes:
-    """The picture on the first card."""
+    """Return the picture on the first card."""
     url: str = page.evaluate("gallery.querySelector('.frame img').src")
     return base64.b64decode(url.partition(",")[2])
 

@@ -1,4 +1,4 @@
-"""The web page on tiny models of published architectures: a clip, pictures at frames and a control picture go in."""
+"""The web page sends a clip, pictures at frames and a control picture to tiny models of published architectures."""
 
 from __future__ import annotations
 

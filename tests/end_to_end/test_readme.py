@@ -1,6 +1,6 @@
-"""What the documents tell readers to type is typed here, against one application with the shipped models.
+"""The commands in the documents work, typed here against one application with the shipped models.
 
-Its defaults are fewer steps and frames than theirs: examples that name neither take a fraction of the time.
+Its defaults have fewer steps and frames: examples that name neither take a fraction of the time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ URL = "http://127.0.0.1:8000"
 NEEDS_SERVER = (URL, 'ray.init(address="auto"')
 TIMEOUT_S = 240.0
 WARNINGS = "ignore,error::DeprecationWarning:__main__"
-"""The last one counts: what readers would be warned of in lines that they typed is an error."""
+"""The last one counts: a warning about a reader's own lines is an error."""
 OUTPUT = re.compile(r"\b[\w-]+\.(?:png|webp|mp4)\b")
 
 
@@ -51,7 +51,7 @@ def choose(*languages: str, served: bool) -> list[Block]:
 
 
 def run(language: str, text: str, folder: Path, **env: str) -> str:
-    """What the block prints. The commands of this environment come first on its path, ``python3`` among them."""
+    """Return the output of the block. This environment's commands, such as ``python3``, come first on its path."""
     interpreter = (sys.executable, "-c") if language == "python" else ("bash", "-euo", "pipefail", "-c")
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     size = {"COLUMNS": "200", "TERM": "dumb", "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": WARNINGS}
@@ -92,7 +92,7 @@ def test_example_runs_and_makes_what_it_names(url: str, block: Block, tmp_path: 
 
 
 def assert_is_media(data: bytes) -> None:
-    """A picture or a clip that is not of one colour."""
+    """Check that the picture or clip has more than one colour."""
     if data[4:8] == b"ftyp":
         with av.open(io.BytesIO(data), "r") as container:
             frames = [frame.to_image() for frame in container.decode(video=0)]  # type: ignore[no-untyped-call]
@@ -112,7 +112,7 @@ def test_command_of_the_readme(command: str) -> None:
 
 
 def test_demo_paints_edits_and_films(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of ``make demo`` but the start, which `tests/deployments/cli` sees."""
+    """It runs all of ``make demo`` except the start, which `tests/deployments/cli` tests."""
     monkeypatch.setattr("deployments.cli.demo.started_temporarily", lambda config: nullcontext(url))
     result = troupe("demo", "--out", str(tmp_path))
     assert result.exit_code == 0, result.output

@@ -1,4 +1,4 @@
-"""The benchmark of recipes measures the running application, and says what it cannot measure."""
+"""The benchmark of recipes measures the running application, and reports what it cannot measure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_STEPS = 3
 
 @pytest.fixture
 def served(url: str, models: dict[str, Path]) -> Iterator[Served]:
-    """The application with its adapters of the configuration alone, before and afterwards."""
+    """Yield the application with only its configuration's adapters, before and afterwards."""
     application: Any = None
     with Client(url) as client:
         client.timeout = httpx.Timeout(TIMEOUT_S)

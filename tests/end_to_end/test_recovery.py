@@ -1,4 +1,4 @@
-"""A gang breaks under a request: the same request succeeds with the same bytes, and its client sees only a delay."""
+"""A gang breaks during a request: the request succeeds with the same bytes, and its client sees only a delay."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from tests.end_to_end.conftest import PICTURES
 from tests.engines.gang.support.helpers import alive, num_placement_groups
 
 NUM_STEPS = 60
-"""The job is to be under way still when its gang is struck."""
+"""Enough steps that the job still runs when its gang is struck."""
 SEED = 1
 
 
 @pytest.fixture(autouse=True)
 def leaves_nothing(url: str) -> Iterator[None]:
-    """Each test ends with the processes, sockets and placement groups that it began with."""
+    """Check that each test ends with the processes, sockets and placement groups of its begin."""
 
     def found() -> object:
         return footprint(), num_placement_groups()
@@ -51,7 +51,7 @@ def leaves_nothing(url: str) -> Iterator[None]:
 
 @asynccontextmanager
 async def health_of(client: httpx.AsyncClient) -> AsyncIterator[list[int]]:
-    """The statuses that ``GET /health`` had meanwhile."""
+    """Yield the statuses of ``GET /health`` during the block."""
     statuses: list[int] = []
 
     async def look() -> None:
@@ -68,12 +68,12 @@ async def health_of(client: httpx.AsyncClient) -> AsyncIterator[list[int]]:
 
 @pytest.fixture(scope="module")
 def reference(url: str) -> bytes:
-    """The picture of ``SEED`` by gangs that stay whole."""
+    """Return the picture of ``SEED`` from intact gangs."""
     return picture(url, seed=SEED, num_inference_steps=NUM_STEPS)
 
 
 async def drawn_in_spite_of(url: str, break_it: Callable[[], None]) -> tuple[bytes, float, list[int]]:
-    """A streamed picture whose gang breaks at its third step: its bytes, the longest silence, what health said."""
+    """Stream a picture whose gang breaks at step three. Return its bytes, the longest silence, and health statuses."""
     longest_s, last_s, steps = 0.0, time.monotonic(), []
     async with httpx.AsyncClient(base_url=url) as client, health_of(client) as statuses:
         async with stream_of(client, {"seed": SEED, "num_inference_steps": NUM_STEPS}) as events:
@@ -90,7 +90,7 @@ async def drawn_in_spite_of(url: str, break_it: Callable[[], None]) -> tuple[byt
 
 
 def gangs() -> list[list[int]]:
-    """The processes of each gang for pictures that was ready once."""
+    """Return the processes of each gang for pictures that was ready once."""
     return [line["pids"] for line in log_lines("gang is ready") if line["model"] == PICTURES]
 
 
@@ -100,7 +100,7 @@ BREAKS: dict[str, tuple[signal.Signals, Callable[[], int]]] = {
     "kill the replica": (signal.SIGKILL, lambda: replica_pid(f"Denoiser-{PICTURES}")),
     "stop rank 1": (signal.SIGSTOP, lambda: rank_pids(PICTURES)[1]),
 }
-"""What becomes of which process."""
+"""The signal, and the process that gets it."""
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_a_request_that_keeps_killing_its_gang_is_given_up_and_its_neighbour_is_
     request_id, killed, num_gangs = "poison", set(), len(gangs())
 
     def kill_again() -> bool:
-        """Kill a rank as soon as it runs the request; whether the answers are there."""
+        """Kill a rank as soon as it runs the request; return whether the answers are there."""
         for line in log_lines("job begins"):
             if line["request_id"].startswith(request_id) and line["rank"] == 1 and line["gang_job_id"] not in killed:
                 killed.add(line["gang_job_id"])

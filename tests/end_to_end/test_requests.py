@@ -1,4 +1,4 @@
-"""The application as its users meet it: real Serve, real HTTP, the official client, handles; two CPU ranks a gang."""
+"""Users call the application through real Serve, real HTTP, the official client and handles; two CPU ranks a gang."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ async def test_of_jobs_in_flight_the_shortest_ends_first_and_each_sees_its_own_p
 
 
 async def one_after_the_other_begins(url: str, lengths: list[int]) -> tuple[list[tuple[int, int]], list[bytes]]:
-    """Ask for one picture of each length, each after the first step of the one before.
+    """Request one picture of each length, each after the first step of the one before.
 
     Return (length, step) of each report of progress in the order of arrival, and the pictures.
     """
@@ -246,7 +246,7 @@ async def one_after_the_other_begins(url: str, lengths: list[int]) -> tuple[list
 
 
 def each_came_while_the_others_had_more_to_do(steps: list[tuple[int, int]], lengths: list[int]) -> bool:
-    """True if, at each job's first step, each job before it had more steps left than the new one has in all."""
+    """Return True if, at each job's first step, each earlier job has more steps left than the new one."""
     for place, length in enumerate(lengths):
         before = steps[: steps.index((length, 1))]
         if any(other - sum(of == other for of, _ in before) <= length for other in lengths[:place]):

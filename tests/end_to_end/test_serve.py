@@ -1,4 +1,4 @@
-"""``troupe serve`` as its users meet it: what they are told while it starts, what is open, and how it ends."""
+"""``troupe serve`` has the right messages during its start, open ports, and end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIMEOUT_S = 120
 
 @contextmanager
 def watched(url: str) -> Iterator[list[httpx.Response]]:
-    """The answers of ``url``, asked again and again inside the block: each that differs from the one before it."""
+    """Yield the answers of ``url``, polled during the block: each that differs from the one before it."""
     answers: list[httpx.Response] = []
     stop = threading.Event()
 
@@ -34,7 +34,7 @@ def watched(url: str) -> Iterator[list[httpx.Response]]:
             time.sleep(0.05)
             try:
                 answer = httpx.get(url, timeout=TIMEOUT_S)
-            except httpx.TransportError:  # the port is not there yet, or not any more
+            except httpx.TransportError:  # the port is not open yet, or no longer
                 continue
             if not answers or answer.content != answers[-1].content:
                 answers.append(answer)
@@ -49,12 +49,12 @@ def watched(url: str) -> Iterator[list[httpx.Response]]:
 
 
 def open_to_others(serve: Command) -> list[str]:
-    """What listens at an address that other machines can reach."""
+    """Return the listeners at addresses that other machines can reach."""
     return [f"{one.process} at {one.address}" for one in listening(serve.processes()) if one.address != "127.0.0.1"]
 
 
 def end_under_way(serve: Command, client: httpx.Client) -> tuple[str, str]:
-    """SIGTERM while a picture is painted and somebody watches a clip; what the two streams said from then on."""
+    """Send SIGTERM during a picture and a watched clip. Return the rest of both streams."""
     clip = client.post("/v1/videos", json={"prompt": PROMPT, **LONG_CLIP}).json()
     body = {"prompt": PROMPT, "seed": 3, "num_inference_steps": 60, "stream": True, "stream_progress": True}
     with (
@@ -69,7 +69,7 @@ def end_under_way(serve: Command, client: httpx.Client) -> tuple[str, str]:
 
 
 def assert_port_is_taken(config: str) -> None:
-    """A second server says so: in a process of its own, for this one may have a cluster from other tests."""
+    """Check a second server's error, in its own process: this one may have a cluster from other tests."""
     with short_folder() as folder, command("serve", config, folder=folder) as second:
         assert second.wait() == 2
         assert re.search(r"troupe: .* is taken by another program.*--port", second.output, re.DOTALL), second.output

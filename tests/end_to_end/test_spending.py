@@ -1,4 +1,4 @@
-"""What is spent on requests whose clients go away: told by the gang, and counted all the same."""
+"""Work for clients that disconnect is reported by the gang and counted."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def usage(url: str) -> dict[str, Any]:
 
 
 def counted(model: str) -> float:
-    """Of ranks in steps that somebody pays for, by the metrics."""
+    """Return the metrics' seconds of ranks in billed steps."""
     lines = httpx.get(METRICS_URL, timeout=TIMEOUT_S).text.splitlines()
     own = (line for line in lines if line.startswith("troupe_gpu_seconds_total{") and f'model="{model}"' in line)
     return sum(float(line.split()[-1]) for line in own)
 
 
 def assert_grows(url: str, before: dict[str, Any], counted_before: float, model: str) -> None:
-    """By the steps that were seen at least, and as no finished request."""
+    """Check that usage grows by at least the seen steps, and not as a finished request."""
     wait_until(lambda: usage(url)["gpu_seconds"] > before["gpu_seconds"], "what was spent is counted")
     after = usage(url)
     assert after["num_requests"] == before["num_requests"]

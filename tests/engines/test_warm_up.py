@@ -1,4 +1,4 @@
-"""What is warmed up at start is warm for the first job, on every team, and nothing else is."""
+"""The warm-up at start makes the expected shapes warm for the first job, on every team, and no others."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_first_step_of_a_prepared_shape_is_warm(strategy: str) -> None:
 
 
 def test_a_shape_that_is_not_captured_runs_once() -> None:
-    """A further precision of attention is another shape of its own, and costs one step more."""
+    """A further precision of attention is a shape of its own, and costs one more step."""
     model = models.model("wan")
     forwards: list[str] = []
 
@@ -89,7 +89,7 @@ def warm_up_of_two(strategy: str, max_flops: float) -> tuple[int, int, bool]:
 def test_memory_of_the_warm_up_is_released_and_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """On a pretended GPU whose allocator keeps 3 bytes of 10 for nothing."""
+    """The allocator of a fake GPU holds 3 of 10 bytes unused."""
     reserved = [10]
     pretended = {
         "device": lambda _: nullcontext(),
@@ -111,7 +111,7 @@ def test_memory_of_the_warm_up_is_released_and_logged(
 
 
 def warm_and_predict(strategy: str) -> dict[str, bool]:
-    """Even lengths are prepared for teams of 4 and 2."""
+    """Return which steps are warm after a warm-up of even lengths for teams of 4 and 2."""
     rank = dist.get_rank()
     engine = TorchEngine(models.model("wan"), strategy=strategy)
     context = RankContext(rank=rank, num_ranks=4, device="cpu")

@@ -13,7 +13,7 @@ def is_text(node: ast.stmt) -> bool:
 
 
 def undescribed(body: Sequence[ast.stmt]) -> Iterator[str]:
-    """Yield the public fields in the body of a class that are not followed by a text."""
+    """Yield the public fields in the body of a class without a text below them."""
     for node, following in zip(body, [*body[1:], ast.Pass()], strict=True):
         match node:
             case ast.AnnAssign(target=ast.Name(id=name)) if not name.startswith("_") and not is_text(following):

@@ -1,4 +1,4 @@
-"""Which way imports go, and who may know what."""
+"""Imports go one way, and some names are allowed in few files only."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ PURE = (
     "engines/gang/load.py",
     "engines/gang/policies/",
 )
-"""What a gang's decisions are made of."""
+"""Modules of a gang's decisions."""
 REGISTRY = "pipelines/models/registry.py"
 OWN_FILES = ("pipelines/models/",)
-"""Where a family has files of its own: a folder, or a file, that begins with its word."""
+"""Places of a family's own files: a folder, or a file, that begins with its word."""
 WORD = r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])"
 PRIVATE = {"ray": "deployments/ray_private.py", "torch": "engines/core/torch_private.py"}
-"""Where the private names of a library may be used."""
+"""Files where the private names of a library may be used."""
 READS_TESTS = ".ci/models_proofs.py"
 SETTINGS = "deployments/settings.py"
 START_PROCESSES = {
@@ -48,7 +48,7 @@ START_PROCESSES = {
     "deployments/worker_shim.py",
     "deployments/zygote.py",
 }
-"""Files of the process that workers are forked from: they hand whole environments on, and settings are not read yet."""
+"""Files of the process that workers fork from: they pass whole environments on, before settings are read."""
 SET_VARIABLES_OF_LIBRARIES = {
     "engines/core/weight_spans.py",
     "deployments/cli/serving.py",
@@ -60,7 +60,7 @@ SET_VARIABLES_OF_LIBRARIES = {
 
 
 def forbidden_imports(names: list[str], forbidden: Callable[[str, str], bool]) -> list[str]:
-    """``forbidden`` gets the file and the module."""
+    """Return the forbidden imports of the files. ``forbidden`` gets the file and the module."""
     return [
         f"{name}:{line} names {module}"
         for name in names
@@ -111,7 +111,7 @@ def test_ray_is_known_to_deployments_and_gangs_alone() -> None:
 
 
 def is_impure(name: str, module: str) -> bool:
-    """Whether a module of what decides may not import it: time, chance, tasks and ranks, and who knows of them."""
+    """Return whether a decision module may not import it: time, chance, tasks, ranks, and modules that use them."""
     if top(module) in {"asyncio", "datetime", "random", "ray", "threading", "time"}:
         return True
     is_own = top(module) in CODE and not module.startswith("engines.core.")
@@ -119,7 +119,7 @@ def is_impure(name: str, module: str) -> bool:
 
 
 def test_what_decides_in_a_gang_knows_no_clock_and_no_ranks() -> None:
-    """The same jobs in the same order get the same plans, in a gang that was rebuilt and in a simulation."""
+    """The same jobs in the same order get the same plans, in a rebuilt gang and in a simulation."""
     files = [name for name in python_files("engines/gang") if name.startswith(PURE)]
     assert len(files) > len(PURE), "files have other names"
     assert forbidden_imports(files, is_impure) == []
@@ -143,7 +143,7 @@ def test_an_impure_import_is_found(module: str, found: bool) -> None:
 
 
 def private_names(nodes: Iterable[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Imported modules and attributes of the libraries in ``PRIVATE`` with a part that begins with an underscore."""
+    """Yield imports and attributes of the libraries in ``PRIVATE`` with a part that begins with an underscore."""
     nodes = list(nodes)
     named = [(node.lineno, alias.name) for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     imports = [node for node in nodes if isinstance(node, ast.ImportFrom)]
@@ -194,7 +194,7 @@ WITH_TORCH = {"accelerate", "diffusers", "peft", "torch"}
 
 
 def imported_at_once(nodes: Iterable[ast.AST]) -> Iterator[str]:
-    """Yield what a file imports when it is imported: not inside functions, nor for types alone."""
+    """Yield the modules that a file imports at once: not inside functions, nor for types alone."""
     for node in nodes:
         match node:
             case ast.Import(names=names):
@@ -212,14 +212,14 @@ def imported_at_once(nodes: Iterable[ast.AST]) -> Iterator[str]:
 
 @cache
 def next_modules(module: str) -> frozenset[str]:
-    """Return what the file of ``module`` imports at once; nothing of a module from elsewhere."""
+    """Return the modules that the file of ``module`` imports at once; none for a foreign module."""
     path = ROOT / module.replace(".", "/")
     files = [file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
     return frozenset(name for file in files for name in imported_at_once(tree_of(str(file.relative_to(ROOT))).body))
 
 
 def reached(module: str) -> set[str]:
-    """Return all modules that the import of ``module`` imports, as far as files of this repository say so."""
+    """Return all modules that the import of ``module`` imports, by the files of this repository."""
     seen, waiting = set[str](), {module}
     while waiting:
         seen |= waiting
@@ -228,7 +228,7 @@ def reached(module: str) -> set[str]:
 
 
 def test_unit_tests_import_no_torch() -> None:
-    """``make test-unit`` refuses it while it runs; this finds it in every run. Tests may import it inside."""
+    """``make test-unit`` refuses it at run time; this finds it in every run. Tests may import it inside."""
     listed = [line for line in (ROOT / "tests/unit.txt").read_text().split() if not line.startswith("-")]
     files = [name for name in python_files("tests") if name.startswith(tuple(listed)) and "/test_" in name]
     assert len(files) > len(listed)
@@ -262,19 +262,19 @@ def registry_table() -> ast.Assign:
 
 @cache
 def families() -> set[str]:
-    """The words that transformer classes begin with: ``flux``, ``wan``. One letter is no word."""
+    """Return the words that transformer classes begin with: ``flux``, ``wan``. One letter is no word."""
     classes = ast.literal_eval(registry_table().value)
     firsts = {re.findall(WORD, name)[0].lower() for name in classes}
     return {word for word in firsts if len(word) > 1}
 
 
 def words(text: str) -> set[str]:
-    """``FluxPipeline``, ``load_flux`` and ``flux-shapes`` all contain the word ``flux``."""
+    """Return the words of a text: ``FluxPipeline``, ``load_flux`` and ``flux-shapes`` all contain ``flux``."""
     return {word.lower() for word in re.findall(WORD, text)}
 
 
 def documentation(nodes: Iterable[ast.AST]) -> set[int]:
-    """Ids of strings for readers: those that stand alone as statements, and the ``description=`` of a field."""
+    """Return the ids of strings for readers: lone statements, and the ``description=`` of a field."""
     alone = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     return alone | {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "description"}
 

@@ -1,4 +1,4 @@
-"""No circles, no crowded folders, no name for two things."""
+"""There are no import circles, no crowded folders, and no name for two things."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.layout.support.source import CODE, PACKAGES, ROOT, python_files, repository_files, tree_of
 
 MAX_FILES = 23
-"""Python files in one folder, ``__init__.py`` not counted: as in the widest of starlette's."""
+"""Python files in one folder, without ``__init__.py``: as many as in starlette's widest."""
 
 MAX_SAME_NAMES = 3
 
@@ -20,7 +20,7 @@ def module_of(name: str) -> str:
 
 
 def imported(tree: ast.Module, modules: set[str]) -> set[str]:
-    """The project's modules that a file imports, be it inside a function or for its types alone."""
+    """Return the project's modules that a file imports, also inside a function or for types alone."""
     found: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -53,7 +53,7 @@ def paths_of(tree: str) -> set[str]:
 
 
 def test_the_architecture_names_every_folder() -> None:
-    """A stale tree sends a reader into the wrong room."""
+    """A stale tree misleads its readers."""
     text = (ROOT / "docs/inside/architecture.md").read_text()
     paths = paths_of(text.partition("## Folders\n\n```\n")[2].partition("```")[0])
     assert [path for path in sorted(paths) if not (ROOT / path).exists()] == []

@@ -1,4 +1,4 @@
-"""How large things may grow, and that each has its place."""
+"""Files and functions have a maximal size, and each file has its place."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_files_are_short() -> None:
 
 
 def length(function: Function) -> int:
-    """Lines from ``def`` to the end, without the docstring and without functions inside, which count by themselves."""
+    """Return lines from ``def`` to the end, without the docstring and nested functions, which count by themselves."""
     inside = [node for node in ast.walk(function) if isinstance(node, Function) and node is not function]
     apart = [function.body[0]] if ast.get_docstring(function) else []
     skipped = {line for node in apart + inside for line in range(node.lineno, (node.end_lineno or 0) + 1)}
@@ -71,7 +71,7 @@ def test_every_folder_with_code_is_a_package() -> None:
 
 
 def test_tests_mirror_the_tree() -> None:
-    """A folder of tests is called as a package, or as a module whose tests share a set-up; ``support`` has helpers."""
+    """A folder of tests is named like a package, or a module whose tests share a set-up; ``support`` has helpers."""
     files = python_files(*(f"tests/{name}" for name in CODE))
     folders = {Path(name).parent.relative_to("tests") for name in files if "/support/" not in name}
     unknown = [folder for folder in folders if not (ROOT / folder).is_dir() and not (ROOT / f"{folder}.py").is_file()]
@@ -97,7 +97,7 @@ def test_checkpoints_and_repository_stay_small() -> None:
 
 
 def test_no_large_file_is_there_twice() -> None:
-    """Checkpoints that share a part hold a link to it. Wheels and source distributions have the file in its place."""
+    """Checkpoints that share a part have a link to it. Wheels and source distributions have the file in its place."""
     names: dict[str, list[str]] = {}
     for name in repository_files():
         if not (file := ROOT / name).is_symlink() and file.stat().st_size > MAX_TWIN_BYTES:

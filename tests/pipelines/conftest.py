@@ -18,7 +18,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 def one_thread() -> Iterator[None]:
     """Compute on one thread: tiny matrices are slower on several, and results do not depend on the machine.
 
-    It holds for a module's fixtures too, where most references are made.
+    It holds for a module's fixtures too, which make most references.
     """
     torch = sys.modules.get("torch")
     if torch is None:
@@ -32,7 +32,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[Any], Path]]:
-    """Return the folder that a builder of a tiny checkpoint wrote to, once a run. No test writes to it."""
+    """Return a function that builds a tiny checkpoint once a run and returns its folder. No test writes to it."""
     written: dict[Path, dict[Path, int]] = {}
 
     @cache

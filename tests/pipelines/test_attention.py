@@ -1,4 +1,4 @@
-"""The attention seam: the same numbers as diffusers' processors, and friendly to compilers."""
+"""The attention seam gives the same numbers as diffusers' processors, and can be compiled."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_set_kernel_reaches_every_self_attention(name: str) -> None:
 
 @torch.inference_mode()
 def test_a_silent_kernel_changes_the_prediction(name: str) -> None:
-    """What the tests above compare does depend on self-attention."""
+    """The comparisons above depend on self-attention."""
     model = denoiser(name, MODELS[name]())
     branch, transformer = model.probe()[0], model.modules["transformer"]
     expected = model.forward(transformer, branch.inputs)
@@ -103,7 +103,7 @@ def test_a_silent_kernel_changes_the_prediction(name: str) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("fused", [False, True])
 def test_flux_heads_are_read_off_the_tensors(fused: bool) -> None:
-    """Half of the heads' rows in q, k and v leave half of the attention output: what tensor parallelism does."""
+    """Half of the heads' rows in q, k and v give half of the attention output, as in tensor parallelism."""
     model = denoiser("flux", flux_transformer())
     transformer: Any = model.modules["transformer"]
     block = transformer.single_transformer_blocks[0]
@@ -147,7 +147,7 @@ def test_blocks_export_without_float64_or_writes_in_place(name: str) -> None:
 
 
 def captured_blocks(model: DenoiserModel, inputs: Any) -> list[tuple[nn.Module, tuple[Any, Any]]]:
-    """The first block of each kind with the arguments that a real forward gives it."""
+    """Return the first block of each kind with the arguments of a real forward."""
     transformer, captured = model.modules["transformer"], []
     for list_name in model.plan.blocks:
         block = getattr(transformer, list_name)[0]

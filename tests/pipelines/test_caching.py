@@ -1,4 +1,4 @@
-"""Which steps of a job make forwards."""
+"""Only some steps of a cached job make forwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint gives, when it is read, and what is read once."""
+"""A checkpoint opens the right model, at the right time, and reads files once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""What the plans of models allow beside dividing the tokens: branches at once, both divisions of tokens, and stages.
+"""Plans allow more than dividing the tokens: branches at once, both divisions of tokens, and stages.
 
-Against the pipeline's own call, on gangs of Gloo ranks; the strategies of one kind are with each model's other tests.
+The reference is the pipeline's own call, on gangs of Gloo ranks; each model's other tests cover the strategies of one
+kind.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.pipelines.support.references.video import Clip, Latents, counted, den
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model as another test has it. ``guided``: its steps have two branches; ``staged``: its plan allows stages."""
+    """A model of another test. ``guided``: its steps have two branches; ``staged``: its plan allows stages."""
 
     like: Case | Clip
     guided: bool = True
@@ -66,13 +67,13 @@ SUBJECTS = {
     "hunyuan": Subject(like=CLIPS["hunyuan from words"], staged=True),
 }
 FAST = {("qwen", 2, "guidance"), ("hunyuan", 2, "pipeline")}
-"""Of these every run has the comparison and its control."""
+"""Quick runs have the comparison and its control for these."""
 BROKEN: dict[str, tuple[str, Callable[..., Any]]] = {
     "hybrid": ("strategies.start_rotation", lambda x, axis: x.clone()),
     "guidance": ("division.all_gather", lambda x, axis: torch.stack([x] * axis.size)),
     "pipeline": ("pipeline.broadcast", lambda x, axis, source: x),
 }
-"""The exchange of each, made a silent no-op of the right shape."""
+"""The exchange of each, replaced by a silent no-op of the right shape."""
 
 
 EVERY = [(name, *division) for name, subject in SUBJECTS.items() for division in subject.divisions]

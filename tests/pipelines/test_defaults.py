@@ -1,4 +1,4 @@
-"""What may come along with a request."""
+"""A model's limits decide which inputs a request may have."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_a_clip_model_s_pictures_take_no_clip() -> None:
 
 
 def test_a_model_of_clips_may_make_pictures_as_well() -> None:
-    """Of one frame, of words alone, without what is a clip's alone; what is nobody's own is the same."""
+    """They have one frame, from words alone, without options for clips; options for both stay."""
     both = replace(CLIP, picture_width=640, picture_height=480, max_pictures=1, make_sound=True, frames_per_chunk=33)
     assert both.kinds == ("video", "image")
     assert both.of("video") is both

@@ -1,4 +1,4 @@
-"""What a checkpoint's folder says of the model to people, and sizes that can be made."""
+"""A checkpoint's folder describes the model to people, and names sizes that can be made."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_folder_without_a_card_has_common_shapes(tmp_path: Path) -> None:
 def test_a_model_without_a_card_is_described_by_what_it_takes(
     tmp_path: Path, takes: dict[str, Any], text: str, prompt: str
 ) -> None:
-    """Of a card that has one of them, the other is the usual one."""
+    """If a card has one of them, the other is the default."""
     defaults = replace(CLIP if takes.get("kind") == "video" else PICTURE, **takes)
     description = read_description(tmp_path, defaults)
     assert text in description.text

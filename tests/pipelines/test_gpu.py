@@ -1,4 +1,4 @@
-"""On a GPU the same as on the CPU."""
+"""A GPU gives the same results as the CPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_pictures_equal_those_of_the_cpu(request: pytest.FixtureRequest, name: s
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", REQUESTS)
 def test_bfloat16_is_as_close_as_on_the_cpu(request: pytest.FixtureRequest, name: str) -> None:
-    """To float32, in the latents: the weights are random, and their auto-encoder blows any difference up."""
+    """The comparison with float32 is in the latents: auto-encoders with random weights amplify any difference."""
     path: Path = request.getfixturevalue(name)
     cases = (("cpu", torch.float32), ("cpu", torch.bfloat16), ("cuda", torch.bfloat16))
     exact, on_cpu, on_gpu = (

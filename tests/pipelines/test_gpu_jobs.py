@@ -1,4 +1,4 @@
-"""Models with blocks on a GPU: jobs whose steps are captured, against diffusers' own call.
+"""On a GPU, jobs with captured steps equal diffusers' own call, for models with blocks.
 
 Each case is one of the tests on CPUs, with its checkpoint, its request and its reference.
 """
@@ -58,7 +58,7 @@ Make = Callable[[Path], Path]
 
 @dataclass(frozen=True, kw_only=True)
 class GpuCase:
-    """``job`` makes a job for the folder of the checkpoint, ``choices`` are the engine's."""
+    """``job`` makes a job for the checkpoint's folder, ``choices`` are the engine's."""
 
     make: Make
     job: Callable[[Path], Job]
@@ -159,7 +159,7 @@ def qwen_control_job(folder: Path) -> Job:
 
 
 def references_job(name: str, folder: Path) -> Job:
-    """The first step has fewer timesteps than the others: all rows begin at one."""
+    """Return a job whose first step has fewer timesteps than the others: all rows begin at one."""
     return Job(
         request=minimax.request_of(name, folder, prompt="a red circle", num_inference_steps=4),
         inputs=minimax.along_with(name),
@@ -220,7 +220,7 @@ def solver_case(case: solver.Case) -> GpuCase:
 
 
 def offloaded_case(make: Make, num_blocks: int = 1, scale: float = 1.0) -> GpuCase:
-    """Return a job from words, with blocks in host memory."""
+    """Return a case from words, with blocks in host memory."""
 
     def job(folder: Path) -> Job:
         case = solver.Case(make=make, solver=Solver(), scale=scale)
@@ -301,7 +301,7 @@ COMPILED = {
     "solver, flux, unipc",
     "solver, sdxl, ancestral",
 }
-"""One or two of each family, since a block takes seconds to compile. The others run their modules, or fast steps."""
+"""One or two of each family, since a block takes seconds to compile. The others run modules, or fast steps."""
 
 
 @pytest.fixture
@@ -324,7 +324,7 @@ Opened = Callable[[GpuCase, torch.dtype], tuple[Checkpoint, Job]]
 
 @pytest.mark.parametrize("name", CASES)
 def test_captured_jobs_equal_diffusers(name: str, opened: Opened) -> None:
-    """In float32, by the modules themselves."""
+    """Steps run in float32, by the modules themselves."""
     case = CASES[name]
     checkpoint, job = opened(case, torch.float32)
     check_jobs(checkpoint, job, compiled=False, fast=False, **case.choices)
@@ -332,7 +332,7 @@ def test_captured_jobs_equal_diffusers(name: str, opened: Opened) -> None:
 
 @pytest.mark.parametrize("name", HALF)
 def test_jobs_in_bfloat16_are_as_on_the_cpu(name: str, opened: Opened) -> None:
-    """With compiled blocks, or a hand-ordered step, as a gang runs them. PyTorch draws other noise in bfloat16."""
+    """Blocks are compiled, or steps hand-ordered, as in a gang. PyTorch draws other noise in bfloat16."""
     case = CASES[name]
     checkpoint, job = opened(case, torch.bfloat16)
     compiled = None if name in COMPILED else False

@@ -1,4 +1,4 @@
-"""Pipelines without blocks on a GPU, whose steps run as they come: the pixels of their own call there."""
+"""On a GPU, pipelines without blocks give the pixels of their own call; steps are not captured."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ SETTINGS: dict[Any, tuple[Settings, Settings]] = {
     ),
     **dict.fromkeys(whole.CONTROLLED, CONTROLLED),
 }
-"""Settings of requests, and the arguments of the call that say the same."""
+"""Settings of requests, and the equivalent arguments of the call."""
 NOT_COMPILED = (tiny_whole.hidream, tiny_whole_qwen.kandinsky5, tiny_whole_qwen.kandinsky5_clips)
-"""What Dynamo has been seen to refuse on a CPU, and what computed other values on a GPU."""
+"""Pipelines that Dynamo refused on a CPU, or that computed other values on a GPU."""
 MAKES = (*whole.QUICK, *whole.CLIPS, *whole.CONTROLLED, *whole.LARGE)
 
 
 def in_turns(pipeline: Pipeline, requests: tuple[MediaRequest, ...]) -> list[NDArray[np.uint8]]:
-    """Return the frames of jobs that are under way at once."""
+    """Return the frames of jobs that run at the same time."""
     jobs = [pipeline.states(request, whole.pictures_of(request)) for request in requests]
     *_, last = zip(*jobs, strict=True)
     return [
@@ -87,7 +87,7 @@ def test_previews_are_decoded_there(make: whole.Make, folders: Callable[[Any], P
 def test_compiled_denoisers_draw_the_picture_of_the_eager_call(
     make: whole.Make, folders: Callable[[Any], Path], gpu_device: str
 ) -> None:
-    """Those that cannot be compiled run eagerly. A seed has its bytes whatever runs between."""
+    """Pipelines that cannot be compiled run eagerly. A seed's bytes do not depend on jobs between."""
     compiled, eager = (Checkpoint(folders(make), gpu_device, torch.float32) for _ in range(2))
     engine = warm(compiled)
     assert engine.forwards == ("eager" if make in NOT_COMPILED else "compiled")

@@ -1,4 +1,4 @@
-"""A process that loads a model in a hurry does without what nobody asks for, and has what somebody asks for later."""
+"""A process that loads a model quickly skips unneeded libraries, and imports them later on demand."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ import peft
 from scipy.integrate._quadrature import simpson
 print(json.dumps(seen))
 """
-"""Its last imports are of what was hidden or put off."""
+"""A program whose last imports are hidden or deferred modules."""
 
 
 def beta_sigmas() -> list[float]:
-    """By ``scipy.stats``."""
+    """Use ``scipy.stats``."""
     scheduler = FlowMatchEulerDiscreteScheduler(use_beta_sigmas=True, shift=3.0)
     scheduler.set_timesteps(5)
     return [float(sigma) for sigma in scheduler.sigmas]
 
 
 def linear_multistep() -> list[float]:
-    """By ``scipy.integrate``."""
+    """Use ``scipy.integrate``."""
     scheduler = LMSDiscreteScheduler()
     scheduler.set_timesteps(5)
     return [scheduler.get_lms_coefficient(3, 3, order) for order in range(3)]

@@ -1,4 +1,4 @@
-"""Models and conditionings made from configurations alone, for engines that are prepared ahead."""
+"""Models and conditionings can be made from configurations alone, for engines that are prepared ahead."""
 
 from __future__ import annotations
 

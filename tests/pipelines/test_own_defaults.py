@@ -1,4 +1,4 @@
-"""What a folder says over what its family knows."""
+"""A folder's own settings override its family's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from pipelines.own_defaults import with_own_defaults
     ],
 )
 def test_what_a_folder_says_can_be(written: str, told: str, tmp_path: Path) -> None:
-    """Otherwise it is the first request that fails."""
+    """Otherwise the first request would fail."""
     (tmp_path / "troupe.json").write_text(written)
     with pytest.raises(ValueError, match=told):
         with_own_defaults(tmp_path, PICTURE)
@@ -37,7 +37,7 @@ def test_what_a_folder_says_can_be(written: str, told: str, tmp_path: Path) -> N
 
 
 def test_a_clip_has_a_rate(tmp_path: Path) -> None:
-    """Without one no file can be made of its frames. A picture has none."""
+    """Without one its frames cannot become a file. A picture has none."""
     (tmp_path / "troupe.json").write_text('{"fps": 0}')
     with pytest.raises(ValueError, match=r"troupe.json: fps is 0; it must be at least 1"):
         with_own_defaults(tmp_path, CLIP)

@@ -1,4 +1,4 @@
-"""Whole jobs on a pretended GPU: they mix no devices, and a CUDA graph can record their steps."""
+"""Whole jobs on a fake GPU mix no devices, and a CUDA graph can record their steps."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ QUICK = {
     "wan vace, two transformers": BOTH,
     "solver, wan, boundary": SINGLE,
 }
-"""Data types in which a job is made in ``make test``: each family has both."""
+"""Data types of a job in ``make test``: each family has both."""
 JOBS = [
     pytest.param(name, dtype, id=f"{name}-{dtype}", marks=[] if dtype in QUICK.get(name, ()) else [pytest.mark.slow])
     for name in CASES
@@ -49,7 +49,7 @@ JOBS = [
 ]
 QUICK_WHOLE = (tiny_whole.aura_flow, tiny_whole.wan_over, tiny_whole.flux_controlled)
 TOLERANCE = 1e-3
-"""Relative: operations are taken apart there, and guidance scales what rounds otherwise up."""
+"""Relative: operations are decomposed there, and guidance scales other rounding up."""
 
 
 def marked(values: Any, quick: Any) -> list[Any]:
@@ -60,7 +60,7 @@ def marked(values: Any, quick: Any) -> list[Any]:
 def test_a_graph_can_record_the_steps_of_a_job(
     name: str, dtype: str, folders: Callable[[Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Offloaded blocks are copied on streams, which this device has not."""
+    """Offloaded blocks are copied on streams, which this device lacks."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(tiny_minimax.LOAD_PROCESSOR, lambda *_, **__: tiny_minimax.MiniMaxProcessor())
     monkeypatch.setattr(tiny_flux3.LOAD_PROCESSOR, lambda *_, **__: tiny_flux3.Flux3Processor())

@@ -1,6 +1,6 @@
-"""Published models go by name, their configurations are the published ones, and their plans cover them.
+"""Published models have names and their published configurations, and their plans cover them.
 
-Places of a plan are there, and all that a tensor axis should divide is divided once.
+Places of a plan exist, and everything that a tensor axis should divide is divided once.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ sizes that are the defaults of diffusers' classes. ERNIE-Image, Stable Diffusion
 ``config.json`` of theirs, as others quote it. Where no schedule was found, diffusers' defaults stand for it.
 """
 LONGEST = "stable-diffusion-3.5-medium"
-"""Outlined by diffusers alone, in many seconds."""
+"""A model that only diffusers outlines, in many seconds."""
 
 
 def test_every_real_configuration_is_there() -> None:
@@ -116,7 +116,7 @@ OF_TRANSFORMERS = [one for one in published_models() if one != "stable-diffusion
 
 @pytest.mark.parametrize("name", OF_TRANSFORMERS)
 def test_an_auto_encoder_of_other_latents_is_refused_when_the_model_is_opened(name: str, tmp_path: Path) -> None:
-    """A U-Net's is found by its inputs."""
+    """A U-Net's channels are found by its inputs."""
     folder = shutil.copytree(resolve_configuration(name), tmp_path / "model")
     config = Checkpoint(folder).path / "vae" / "config.json"
     vae = json.loads(config.read_text())
@@ -156,11 +156,11 @@ OF_CARDS: dict[str, dict[str, float]] = {
     "stable-diffusion-3.5-large": {GUIDANCE: 3.5},
     "stable-diffusion-3.5-medium": {STEPS: 40, GUIDANCE: 4.5},
 }
-"""Steps and guidance by which a model's card on the hub calls diffusers' pipeline, where these are not its defaults."""
+"""Steps and guidance by which a model's card on the hub calls diffusers' pipeline, unless they are its defaults."""
 
 
 BLOCKS_ALONE = {"MiniMax-H3", "flux-3-image-klein", "flux-3-image-klein-base"}
-"""Of these diffusers has no pipeline that is called with steps and guidance."""
+"""Models without a pipeline of diffusers that takes steps and guidance."""
 
 
 @pytest.mark.parametrize("name", sorted({*published_models()} - BLOCKS_ALONE))
@@ -238,12 +238,12 @@ DIVIDED = {
     "flux-3-image-klein": "ulysses2",
     "ideogram-4": "ulysses2",
 }
-"""How two ranks divide some of them: those with masks, with places of their own, or with what comes once a job."""
+"""How two ranks divide some of them: those with masks, with places of their own, or with values made once a job."""
 
 
 SKIPPING = "spatio_temporal_guidance_blocks"
 WORKFLOWS = ("MiniMax-H3+workflow@ref2va",)
-"""Uses of published models that have a transformer of their own."""
+"""Uses of published models with a transformer of their own."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -255,7 +255,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def no_collections() -> Iterator[None]:
-    """Keep the collector from walking through all the modules again and again, a fifth of the time."""
+    """Disable the garbage collector, which walks through all modules for a fifth of the time."""
     gc.disable()
     yield
     gc.enable()
@@ -263,7 +263,7 @@ def no_collections() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def traced() -> set[Kind]:
-    """Return the kinds of blocks that were traced, of whatever model: most differ in size alone."""
+    """Return the kinds of blocks traced so far, of any model: most differ in size alone."""
     return set()
 
 
@@ -273,9 +273,9 @@ def test_every_workflow_is_there() -> None:
 
 
 def kind_of(name: str) -> str:
-    """Return what decides which operations a step has: classes, switches, and which numbers are there, not their size.
+    """Return what decides a step's operations: classes, switches, and which numbers are set, not their size.
 
-    Whether the default request is guided is among it.
+    This includes whether the default request is guided.
     """
     checkpoint = Checkpoint.of_configuration(name, "meta")
     index, defaults = read_index(checkpoint.path), checkpoint.defaults
@@ -299,7 +299,7 @@ FIRSTS = {kind: name for name in reversed(STEPS_OF) for kind in [kind_of(name)]}
 
 
 def on_first_block(branch: Branch) -> Branch:
-    """Return ``branch`` with guidance by a pass without attention in some blocks for a model of one block."""
+    """Return ``branch`` for a model of one block: guidance by a pass without attention skips that block."""
     if SKIPPING not in branch.constants:
         return branch
     return replace(branch, constants={**branch.constants, SKIPPING: [0]})
@@ -317,7 +317,7 @@ def test_models_of_one_family_are_of_several_kinds() -> None:
 )
 @torch.no_grad()
 def test_a_step_is_what_a_gpu_can_record_and_compile(name: str, traced: set[Kind]) -> None:
-    """It begins on the device, copies nothing from the host or to it, and reads no values back."""
+    """It begins on the device, copies nothing from or to the host, and reads no values back."""
     model = model_on_gpu(name)
     branches = [on_first_block(branch) for branch in first_step(name)]
     for branch in {repr(sorted(one.constants.items())): one for one in branches}.values():
@@ -348,16 +348,16 @@ def test_a_step_is_what_a_gpu_can_record_and_compile(name: str, traced: set[Kind
     ],
 )
 def test_a_step_begins_with_a_picture_on_a_gpu(name: str, timestep: int) -> None:
-    """It mixes nothing of the host with the device. A first frame that is given has a timestep of its own."""
+    """It mixes no host and device tensors. A given first frame has a timestep of its own."""
     assert {branch.inputs["timestep"].numel() for branch in first_step(name, num_pictures=1)} == {timestep}
 
 
 @pytest.mark.parametrize("name", DIVIDED)
 @torch.no_grad()
 def test_two_ranks_record_it(name: str) -> None:
-    """Steps over divided weights are not recorded where each of them makes what others make once a job.
+    """Steps over divided weights are not recorded if each of them makes values that others make once a job.
 
-    Steps over divided tokens are hand-ordered where they can be.
+    Steps over divided tokens are hand-ordered if possible.
     """
     model = model_on_gpu(name)
     with offline_team(ParallelSpec.of(DIVIDED[name], 2)) as team:
@@ -386,7 +386,7 @@ def test_a_hub_id_is_the_published_model() -> None:
 
 CLIPS = [name for name in published_models() if name.startswith(("Cosmos", "Helios", "HunyuanVideo", "LTX", "Wan"))]
 OTHERS = ["MiniMax-H3"]
-"""Its auto-encoder decodes clips in pieces of 17 frames."""
+"""Models whose auto-encoder decodes clips in pieces of 17 frames."""
 SCALES = {"Qwen-Image-2.1": 16}
 
 
@@ -418,7 +418,7 @@ def test_auto_encoders_of_pictures_have_the_scale_that_their_transformers_expect
 
 
 WHOLE = ("stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0")
-"""Not divided."""
+"""Models that are not divided."""
 WITHOUT_TENSOR = ("ERNIE-Image", "Krea-2-Raw", "Krea-2-Turbo")
 HEADS = {
     "ideogram-4": (2,),
@@ -427,12 +427,12 @@ HEADS = {
     "stable-diffusion-3.5-large": (2,),
     "Wan2.1-T2V-1.3B": (2, 4),
 }
-"""Degrees of a tensor axis; the others have at least eight times some number of heads."""
+"""Degrees of a tensor axis; the other models have at least eight times some number of heads."""
 MODULATION = re.compile(r"(norm\w*\.linear|_mod\.1|adaLN_modulation\.0|adaln_proj\.linear|adaln_modulation)$")
 """Linears of one vector, which every rank computes."""
 
 BETWEEN_STACKS = re.compile(r"^vace_blocks\.\d+\.proj_(in|out)$")
-"""Linears between Wan VACE's two stacks of blocks, from whole features to whole ones, which every rank computes.
+"""Linears between Wan VACE's two stacks of blocks, from whole features to whole ones, computed on every rank.
 
 They have 1.4 % of the weights.
 """

@@ -1,4 +1,4 @@
-"""The plans against the published models, built without weights, and against diffusers' own plans."""
+"""The plans fit the published models, built without weights, and diffusers' own plans."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_blocks_and_places_exist(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_token_shards_are_those_of_diffusers(name: str) -> None:
-    """Diffusers' plan splits per-token timesteps always if they are there; ours names them if the model has them."""
+    """Diffusers' plan splits per-token timesteps whenever present; ours names them if the model has them."""
     model = build(name)
     transformer: Any = model.modules["transformer"]
     ours = {(shard.module, shard.key): shard.dim for shard in model.plan.shards}

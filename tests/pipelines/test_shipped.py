@@ -1,4 +1,4 @@
-"""The trained checkpoints that ship: exactly as diffusers runs them, with defaults that suit them."""
+"""The trained checkpoints that ship run exactly as in diffusers, with suitable defaults."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_pixels_equal_diffusers(pair: Pair, name: str) -> None:
 
 @pytest.mark.parametrize("colour", ["red", "blue"])
 def test_prompts_decide_the_colours(pair: Pair, name: str, colour: str) -> None:
-    """A sign of life of the training: a shape of the colour asked for, and none of the other."""
+    """The trained model draws a shape of the requested colour, and none of the other."""
     request = replace(default_request(name), num_inference_steps=8)
     prompt = request.prompt.replace("red", colour) + " on a grey background"
     shares = shares_of_colours(pair.ours.run(replace(request, prompt=prompt)))
@@ -77,7 +77,7 @@ def test_prompts_decide_the_colours(pair: Pair, name: str, colour: str) -> None:
 
 
 def shares_of_colours(frames_FHWC: NDArray[np.uint8]) -> dict[str, float]:
-    """How much of the picture is strongly red (orange is not), and strongly blue."""
+    """Return the shares of the picture that are strongly red (orange is not), and strongly blue."""
     red, green, blue = np.moveaxis(frames_FHWC.astype(int), -1, 0)
     return {
         "red": float(((red - green > 110) & (red - blue > 110)).mean()),

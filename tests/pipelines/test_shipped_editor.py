@@ -1,4 +1,4 @@
-"""The editor that ships: as diffusers runs it, and what is asked for is done while the rest stays."""
+"""The shipped editor runs as in diffusers: it makes the requested change and keeps the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIDE = 128
 
 
 def circle_and_square(side: int = SIDE) -> Image.Image:
-    """A large red circle at the left and a large green square at the right, on white."""
+    """Draw a large red circle at the left and a large green square at the right, on white."""
     picture = Image.new("RGB", (side, side), "white")
     draw, unit = ImageDraw.Draw(picture), side // 8
     draw.ellipse((unit, 3 * unit, 3 * unit, 5 * unit), fill=(220, 30, 40))

@@ -1,4 +1,4 @@
-"""One notation of sizes, and one set of rules for what may be asked of a model."""
+"""Sizes have one notation, and one set of rules per model."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_and_steps(tiny_flux: Path) -> None:
 
 
 def refusal_of_api(checkpoint: Checkpoint, **fields: Any) -> str:
-    """The message of the API, which blames the one of ``fields``."""
+    """Return the message of the API, which names the one of ``fields``."""
     card = ModelCard(name="m", family="", created=0, defaults=checkpoint.defaults)
     sent = (VideoBody if checkpoint.defaults.kind == "video" else ImageBody)(prompt="a", **fields)
     with pytest.raises(RequestError, match="must be") as caught:

@@ -1,4 +1,4 @@
-"""Ranks that read only their share of the weights: how much they hold, what they answer, what is refused."""
+"""Ranks read only their share of the weights: how much they hold, their answers, and refusals."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MAKERS: dict[str, Callable[[Path], Path]] = {"flux": tiny.flux, "wan": tiny.wan}
 
 @pytest.fixture(scope="module", params=MAKERS)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A diffusers directory whose transformer lies in many files."""
+    """Return a diffusers directory whose transformer is in many files."""
     return in_many_files(MAKERS[request.param](tmp_path_factory.mktemp(request.param)))
 
 
@@ -45,14 +45,14 @@ def in_many_files(path: Path) -> Path:
     part = path / "transformer"
     module = Checkpoint(path).denoiser().modules["transformer"]
     (part / NAME).unlink()
-    module._modules.pop("controlnet", None)  # in files of its own
+    module._modules.pop("controlnet", None)  # it has files of its own
     module.save_pretrained(part, max_shard_size="60KB")  # type: ignore[operator]
     assert len(set(json.loads((part / INDEX).read_text())["weight_map"].values())) > 3
     return path
 
 
 def in_turn(strategies: Sequence[str]) -> list[Any]:
-    """Each strategy with each model; in every run with one of them, in turn."""
+    """Return each strategy with each model; quick runs have one model each, in turn."""
     turns = itertools.product(enumerate(strategies), enumerate(MAKERS))
     return [
         pytest.param(name, strategy, marks=[pytest.mark.slow] if (number + place) % 2 else [])
@@ -100,11 +100,11 @@ SHARE = {
     "guidance2xtensor2": 0.7,
     "pipeline2xring2": 0.75,
 }
-"""Of small models, whose embedders and modulation are a large part."""
+"""Shares of small models, whose embedders and modulation are a large part."""
 
 
 def predict_sliced(folder: Path, strategy: str) -> tuple[tuple[Tensor, ...], int, int]:
-    """The prediction, and bytes of weights held by and read for it."""
+    """Return the prediction, and the bytes of weights held and read for it."""
     model = Checkpoint(folder).denoiser(sliced=True)
     with closing_engine(model, strategy) as engine, counting_reads() as read:
         answer = engine.predict(model.probe(), ALL)
@@ -138,7 +138,7 @@ def counting_reads() -> Iterator[list[int]]:
 
 
 def held_bytes(module: nn.Module) -> int:
-    """Of the memory behind the parameters, not of what they show of it."""
+    """Return the bytes of memory behind the parameters, beyond their views."""
     storages = {
         p.untyped_storage().data_ptr(): p.untyped_storage().nbytes() for p in module.parameters() if not p.is_meta
     }
@@ -147,7 +147,7 @@ def held_bytes(module: nn.Module) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_and_buffers_are_those_of_the_loaded_model_to_the_bit(folder: Path, dtype: torch.dtype) -> None:
-    """With all of them read; parts that a family keeps in float32 are among them."""
+    """All of them are read, including parts that a family keeps in float32."""
     loaded = Checkpoint(folder, dtype=dtype).denoiser().modules["transformer"]
     model = Checkpoint(folder, dtype=dtype).denoiser(sliced=True)
     module = TorchEngine(model)._sharded.module("transformer", TorchEngine(model).division.team((0,)))
@@ -207,7 +207,7 @@ def predict_alone(folder: Path) -> None:
 
 
 def test_weights_are_read_before_the_first_request(folder: Path) -> None:
-    """A file that is missing or slow stops or delays the start, and no job."""
+    """A missing or slow file stops or delays the start, and no job."""
     assert gang(4).run(reads_after_start, folder) == [0] * 4
 
 

@@ -1,4 +1,4 @@
-"""Whole pipelines with compiled denoisers: the picture of the eager call, and nothing compiled after the warm-up."""
+"""Whole pipelines with compiled denoisers draw the eager call's picture, and compile nothing after the warm-up."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ ROUNDING = 1e-4
 
 
 class Spy:
-    """A backend that compiles nothing, and counts."""
+    """A backend that compiles nothing and counts calls."""
 
     def __init__(self, fails: bool = False) -> None:
         self.num_compiled, self.num_runs, self._fails = 0, 0, fails
@@ -56,7 +56,7 @@ def nothing_compiled() -> None:
 
 
 def tiny(checkpoint: Checkpoint) -> tuple[Size]:
-    """The size of the tests' requests."""
+    """Return the size of the tests' requests."""
     num_frames = whole.NUM_FRAMES if checkpoint.defaults.kind == "video" else None
     return (Size(width=whole.SIDE, height=whole.SIDE, num_frames=num_frames),)
 
@@ -84,7 +84,7 @@ def latents_of(checkpoint: Checkpoint, request: MediaRequest) -> Tensor:
 
 
 def test_the_picture_is_that_of_the_eager_call(folders: Callable[[Any], Path]) -> None:
-    """By Inductor. The same seed has the same bytes, whatever other request was between."""
+    """Inductor compiles it. A seed has the same bytes whatever request ran between."""
     folder = folders(tiny_whole.wan_over)
     compiled, eager = Checkpoint(folder), Checkpoint(folder)
     engine = warm(compiled)
@@ -97,7 +97,7 @@ def test_the_picture_is_that_of_the_eager_call(folders: Callable[[Any], Path]) -
 
 
 def test_nothing_is_compiled_after_the_warm_up(folders: Callable[[Any], Path]) -> None:
-    """Prompts of other lengths, other sizes and guidance run what is compiled."""
+    """Prompts of other lengths, other sizes and guidance run the compiled code."""
     checkpoint, spy = Checkpoint(folders(tiny_whole.chroma)), Spy()
     assert warm(checkpoint, spy).forwards == "compiled"
     num_compiled = spy.num_compiled

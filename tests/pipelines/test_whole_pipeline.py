@@ -1,4 +1,4 @@
-"""Pipelines without modular blocks: each gives the pixels of its own call as a user makes it."""
+"""Pipelines without modular blocks give the pixels of their own call as users make it."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ QUICK = (
     tiny_whole_qwen.longcat_image,
 )
 CLIPS = (tiny_whole.cogvideox_over, tiny_whole.wan_over)
-"""They take a clip."""
+"""Pipelines that take a clip."""
 CONTROLLED = (tiny_whole.flux_controlled, tiny_whole.sdxl_controlled)
-"""They follow a control picture."""
+"""Pipelines that follow a control picture."""
 LARGE = (tiny_whole.hidream, tiny_whole_qwen.kandinsky5, tiny_whole_qwen.glm_image)
-"""They draw 512x512 or 1024x1024 whatever size a request has, or write 261 tokens first, which takes seconds."""
+"""Pipelines that draw 512x512 or 1024x1024 for any requested size, or write 261 tokens first, which takes seconds."""
 CONTROLS = {"FluxControlNetPipeline": "control_image", "StableDiffusionXLControlNetPipeline": "image"}
 Make = Callable[[Path], Path]
 MAKES = [*QUICK, tiny_whole.cogvideox_over, *(pytest.param(make, marks=pytest.mark.slow) for make in LARGE)]
@@ -66,7 +66,7 @@ MAKES = [*QUICK, tiny_whole.cogvideox_over, *(pytest.param(make, marks=pytest.ma
 
 @pytest.fixture
 def as_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Wan VACE, which has a family, stands for a pipeline without blocks whose call takes the same."""
+    """Let Wan VACE, which has a family, stand for a pipeline without blocks and with the same call."""
     monkeypatch.delitem(registry.FAMILY_FOLDERS, "WanVACETransformer3DModel")
     monkeypatch.setattr(generic, "has_blocks", lambda path: False)
 
@@ -90,7 +90,7 @@ def pictures_of(request: MediaRequest) -> InputPictures:
 
 
 def own_frames(folder: Path, request: MediaRequest, **arguments: Any) -> NDArray[np.uint8]:
-    """What the pipeline itself returns, as a user calls it: with default arguments, as Pillow's pictures."""
+    """Return the pipeline's own result, as users call it: with default arguments, as Pillow's pictures."""
     return frames_by(own_pipeline(folder), request, **arguments)
 
 
@@ -145,7 +145,7 @@ def test_what_a_request_sets_reaches_the_call(folders: Callable[[Make], Path]) -
 
 
 def test_a_clip_reaches_the_call_with_its_strength(folders: Callable[[Make], Path]) -> None:
-    """It is no matter of chance which frames came along, and in which order."""
+    """The input frames and their order matter."""
     folder = folders(tiny_whole.wan_over)
     checkpoint = Checkpoint(folder)
     request = request_of(checkpoint, strength=0.5, num_inference_steps=4, true_cfg_scale=2.0, negative_prompt="fog")
@@ -169,7 +169,7 @@ def test_the_weight_and_the_steps_of_a_control_reach_the_call(make: Make, folder
 
 
 def test_a_control_picture_is_cut_to_the_size(folders: Callable[[Make], Path]) -> None:
-    """Its middle is what counts."""
+    """The middle of the picture is used."""
     checkpoint = Checkpoint(folders(tiny_whole.sdxl_controlled))
     request, pipeline = request_of(checkpoint), load_pipeline(checkpoint)
     control = pictures_of(request).control
@@ -275,7 +275,7 @@ def test_a_distilled_scale_beside_a_guider_reaches_the_call(folders: Callable[[M
 
 
 def test_a_pipeline_that_takes_a_list_has_a_single_picture_in_one(folders: Callable[[Make], Path]) -> None:
-    """Its call asks for the list's length. What follows there fails with pictures, in diffusers' own call too."""
+    """Its call needs the list's length. Later code fails with pictures, in diffusers' own call too."""
     checkpoint = Checkpoint(folders(tiny_whole_qwen.glm_image))
     assert checkpoint.defaults.max_pictures == 4
     request = request_of(checkpoint, num_pictures=1)
@@ -286,7 +286,7 @@ def test_a_pipeline_that_takes_a_list_has_a_single_picture_in_one(folders: Calla
 
 
 def test_clips_have_the_size_of_their_transformer(tmp_path: Path) -> None:
-    """As in the pipeline's own call: AnimateDiff's adapters were trained with models of 512 x 512."""
+    """The pipeline's own call does the same: AnimateDiff's adapters were trained with models of 512 x 512."""
     (tmp_path / "unet").mkdir()
     (tmp_path / "unet" / "config.json").write_text('{"sample_size": 64}')
     (tmp_path / "model_index.json").write_text('{"unet": ["diffusers", "UNetMotionModel"]}')
@@ -295,7 +295,7 @@ def test_clips_have_the_size_of_their_transformer(tmp_path: Path) -> None:
 
 
 def test_the_size_is_that_of_the_call(folders: Callable[[Make], Path]) -> None:
-    """One latent value is 8x8 pixels here, and 32x32 of the published HunyuanImage: 2048x2048."""
+    """One latent value is 8x8 pixels here, and 32x32 in the published HunyuanImage: 2048x2048."""
     defaults = Checkpoint(folders(tiny_whole_qwen.hunyuan_image)).defaults
     assert (defaults.width, defaults.height) == (512, 512)
 
@@ -319,7 +319,7 @@ class OneRank:
         self.jobs.admit(job)
 
     def finished(self, job_id: str) -> NDArray[np.uint8]:
-        """Return the picture of a job after all its steps, without an end of the job."""
+        """Return the picture of a job after all its steps, without ending the job."""
         state = self.jobs._residents[job_id].state
         return self._decoder.decode(self.checkpoint.sampler().latents(state), self._requests[job_id])
 
@@ -340,7 +340,7 @@ def threads_of_calls() -> list[threading.Thread]:
 
 
 def test_jobs_that_take_turns_do_not_mix(folders: Callable[[Make], Path]) -> None:
-    """Both are under way at once, on one loaded pipeline; its scheduler counts steps."""
+    """Both run at once on one loaded pipeline, whose scheduler counts steps."""
     folder = folders(tiny_whole.aura_flow)
     rank = OneRank(folder)
     requests = {"a": request_of(rank.checkpoint), "b": request_of(rank.checkpoint, seed=6, prompt="a boat")}
@@ -408,7 +408,7 @@ def test_latents_that_are_not_finite_fail_the_job(folders: Callable[[Make], Path
 
 
 class Solver:
-    """A scheduler whose step gives its input back."""
+    """A scheduler whose step returns its input."""
 
     order = 2
 

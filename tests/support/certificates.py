@@ -1,4 +1,4 @@
-"""A certificate authority for tests, and what it issues, as files in PEM form."""
+"""A certificate authority for tests, and its certificates, as files in PEM form."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Authority:
         password: bytes = b"",
         key: Any = None,
     ) -> Issued:
-        """A certificate that holds ``days`` from now."""
+        """Issue a certificate that is valid for ``days`` from now."""
         key = key or KEYS[kind]()
         own = self._certificate(name, key, days=days, usage=usage)
         issued = Issued(certificate=self._folder / f"{name}.pem", key=self._folder / f"{name}.key")
@@ -65,7 +65,7 @@ class Authority:
         return issued
 
     def self_signed(self) -> Issued:
-        """The authority's own certificate, with its key."""
+        """Return the authority's own certificate, with its key."""
         issued = Issued(certificate=self._folder / "root.pem", key=self._folder / "root.key")
         issued.certificate.write_text(self.anchor)
         issued.key.write_bytes(self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))

@@ -24,7 +24,7 @@ class Block:
 
 
 def blocks(*documents: str) -> list[Block]:
-    """All blocks with a language, in order."""
+    """Return all blocks with a language, in order."""
     found = []
     for document in documents:
         whole = (ROOT / document).read_text()

@@ -1,4 +1,4 @@
-"""A FLUX transformer of any size as an engine takes it: with its plan and a probe."""
+"""A FLUX transformer of any size in an engine's form: with its plan and a probe."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PROBE_TEXT, PROBE_HEIGHT, PROBE_WIDTH = 22, 12, 20
 
 
 def as_denoiser(transformer: Any) -> DenoiserModel:
-    """``transformer`` (a ``FluxTransformer2DModel``) with its plan; its attention calls the local kernel now."""
+    """Return ``transformer`` (a ``FluxTransformer2DModel``) with its plan; its attention now calls the local kernel."""
     probe = FluxProbe(config=transformer.config, device=transformer.device, dtype=transformer.dtype)
     return denoiser.as_denoiser({"transformer": transformer}, SPEC, transformer.config, probe)
 
@@ -55,6 +55,6 @@ class FluxProbe:
 
 
 def image_ids(height: int, width: int) -> Tensor:
-    """Positions ``ids_S3`` (0, row, column) of the tokens of a latent; float32, exact in every dtype's stead."""
+    """Return positions ``ids_S3`` (0, row, column) of the tokens of a latent; float32, which is exact."""
     rows, columns = torch.meshgrid(torch.arange(height // PATCH), torch.arange(width // PATCH), indexing="ij")
     return torch.stack((torch.zeros_like(rows), rows, columns), dim=-1).reshape(-1, 3).float()

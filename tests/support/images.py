@@ -22,13 +22,13 @@ class Instruction:
 
     @property
     def words(self) -> list[str]:
-        """Of the exec form (a JSON array), or of a line."""
+        """Return the words of the exec form (a JSON array), or of a line."""
         return list(json.loads(self.value)) if self.value.startswith("[") else shlex.split(self.value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Image:
-    """A target with the stages that it is made from; ``arguments`` has the defaults of ``ARG``."""
+    """A target with its stages; ``arguments`` has the defaults of ``ARG``."""
 
     instructions: tuple[Instruction, ...]
     arguments: Mapping[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Image:
 
     @property
     def sources(self) -> list[str]:
-        """What is copied from the repository."""
+        """Return the sources copied from the repository."""
         return [source for one in self.all("COPY") for source in one.words[:-1]]
 
 
@@ -56,7 +56,7 @@ def image(target: str) -> Image:
 
 
 def _stages() -> dict[str, tuple[str, list[Instruction]]]:
-    """Instructions by stage, after the image or the stage that it begins with."""
+    """Return instructions by stage, after the image or the stage that it begins with."""
     stages: dict[str, tuple[str, list[Instruction]]] = {}
     current: list[Instruction] = []
     for part in DockerfileParser(path=str(DOCKERFILE)).structure:

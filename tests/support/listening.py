@@ -1,4 +1,4 @@
-"""The table of SECURITY.md that says what listens where, and the sockets of processes to compare with it."""
+"""SECURITY.md's table of listening sockets, and the sockets of processes to compare with it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Listening:
 
 
 def rows(column: int) -> tuple[Row, ...]:
-    """The table, with the addresses of ``column``."""
+    """Return the table, with the addresses of ``column``."""
     _, _, section = DOCUMENT.read_text().partition("## What listens where")
     lines = [line for line in section.splitlines() if line.startswith("| `")]
     return tuple(_row([cell.strip() for cell in line.strip("|").split(" | ")], column) for line in lines)
@@ -58,7 +58,7 @@ def _row(cells: list[str], column: int) -> Row:
 
 
 def listening(processes: Iterable[psutil.Process]) -> list[Listening]:
-    """What ``processes`` listen at, but those that have ended."""
+    """Return the listening sockets of ``processes``, without those that have ended."""
     found: list[Listening] = []
     for process in processes:
         name: str = of_living(process.name, "")
@@ -81,7 +81,7 @@ def _kind(text: str) -> str:
 
 
 def differences(found: Iterable[Listening], table: Iterable[Row]) -> Iterator[str]:
-    """Sockets that no row allows, and rows without any socket."""
+    """Yield sockets that no row allows, and rows without any socket."""
     known, seen = tuple(table), set[Row]()
     for one in found:
         fitting = [row for row in known if one.process.startswith(row.process) and one.address in row.addresses]

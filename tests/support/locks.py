@@ -1,4 +1,4 @@
-"""A look at whether a host's GPUs are locked."""
+"""A check whether a host's GPUs are locked."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """`ray up` with machines that are namespaces of this one, each with its own processes, network, home and ``/tmp/ray``.
 
-Run by ``test_ray_up.py`` as root of a namespace for all of them (``unshare``), so that nothing here is seen outside and
-`ray stop` stops nothing that is not theirs. Stand-ins are ``ssh`` and ``rsync`` (the one enters a machine, the other
-copies), ``sudo`` (which does nothing), and the environment that ``python3 -m venv`` and ``pip`` would make: the one of
-the tests, with the project as it was copied.
+``test_ray_up.py`` runs this as root of a namespace for all of them (``unshare``). So nothing here is visible outside,
+and `ray stop` stops nothing else. Stand-ins are ``ssh`` and ``rsync`` (the one enters a machine, the other copies) and
+``sudo`` (which does nothing). The environment of ``python3 -m venv`` and ``pip`` is that of the tests, with the copied
+project.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 HEAD, WORKER = "10.77.0.1", "10.77.0.2"
 ROOT = Path(__file__).parents[2]
 FIRST_AUTOSCALER = {"RAY_UP_enable_autoscaler_v2": "0"}
-"""The second one takes no note of the head on Ray's local provider, and starts no worker there."""
+"""The second one ignores the head on Ray's local provider, and starts no worker there."""
 IS_READY = "import urllib.request as client; client.urlopen('http://127.0.0.1:8000/health')"
 
 SSH = """#!{python}
@@ -92,7 +92,7 @@ fi
 
 
 def boot(folder: Path) -> None:
-    """Two machines: the head, and in it, so that it can be reached from there alone, the worker."""
+    """Boot two machines: the head, and inside it, so that only it can reach it, the worker."""
     for address in (HEAD, WORKER):
         (folder / address).mkdir()
         (folder / address / ".bashrc").write_text(f'export PATH="{folder}/bin:$PATH"\n')
@@ -102,14 +102,14 @@ def boot(folder: Path) -> None:
 
 
 class Laptop:
-    """Where `ray up` runs, in the root of the repository: a home, and the head within reach of ``ssh``."""
+    """The machine that runs `ray up`, in the root of the repository: a home, and ``ssh`` to the head."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._home = folder, folder / "laptop"
         self._home.mkdir()
 
     def run(self, *command: str) -> str:
-        """The output of a command that succeeds."""
+        """Return the output of a command that succeeds."""
         path = f"{self._folder}/bin:{Path(sys.executable).parent}:/usr/sbin:/usr/bin:/sbin:/bin"
         environment = {"HOME": str(self._home), "USER": "somebody", "PATH": path, "TERM": "dumb"} | FIRST_AUTOSCALER
         run = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, check=False)
@@ -128,7 +128,7 @@ class Laptop:
 
 
 def main() -> None:
-    """Runs the commands in the head of the cluster file on machines in the folder that is the only argument."""
+    """Run the commands in the cluster file's head on machines in the folder, which is the only argument."""
     folder = Path(sys.argv[1])
     cluster, config = str(folder / "cluster.yaml"), folder / "config.yaml"
     write_programs(folder)

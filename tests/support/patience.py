@@ -1,4 +1,4 @@
-"""How long a test waits for what takes seconds."""
+"""How long a test waits for work of some seconds."""
 
 PATIENCE_S = 60.0
-"""A wait that fails keeps all other tests waiting as well, so one that may take longer says why, where it is."""
+"""A failing wait delays all other tests, so a longer one gives its reason."""

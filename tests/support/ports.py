@@ -1,4 +1,4 @@
-"""Ports of a test run's own, so that several runs can share a machine."""
+"""Ports for one test run, so that several runs can share a machine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from contextlib import suppress
 from functools import cache
 
 PORTS = range(20_000, 32_768)
-"""Above those of Ray's workers, and below those that Linux gives to whoever asks for any."""
+"""Ports above those of Ray's workers, and below those that Linux gives out."""
 
 
 @cache
 def own_port(use: str) -> int:
-    """Returns a port of 127.0.0.1 at which nobody listened when it was first asked for, the same whenever a process
-    asks for one for that ``use``."""
+    """Return a port of 127.0.0.1 that was free at the first call. It is the same for each ``use`` in a process."""
     while True:
         port = secrets.choice(PORTS)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):

@@ -1,4 +1,4 @@
-"""Questions to running processes, and listings of the files that they write, which bear that both may go."""
+"""Queries of running processes, and listings of their files, which tolerate that both may go."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import psutil
 
 
 def cmdline(process: psutil.Process) -> list[str]:
-    """The words of its command line; none for a process that has ended, or is about to."""
+    """Return the words of its command line; none for a process that has ended, or is about to."""
     words: list[str] = of_living(process.cmdline, [])
     return words
 
@@ -25,6 +25,6 @@ def of_living(ask: Callable[[], Any], otherwise: Any) -> Any:
 
 
 def paths_in(folder: Path) -> Iterator[Path]:
-    """All files and folders below ``folder``. Any may be gone by now; ``Path.rglob`` fails where a folder goes."""
+    """Yield all files and folders below ``folder``. Any may be gone by now; ``Path.rglob`` fails if a folder goes."""
     for root, folders, files in os.walk(folder):
         yield from (Path(root, name) for name in (*folders, *files))

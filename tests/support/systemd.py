@@ -1,4 +1,4 @@
-"""A systemd of a test's own: process 1 of new namespaces, which knows the units of one folder only."""
+"""A systemd for a test: process 1 of new namespaces, which knows the units of one folder only."""
 
 from __future__ import annotations
 
@@ -38,24 +38,24 @@ class NoSystemd(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Systemd:
-    """A running manager. ``group`` is the cgroup that its own are in."""
+    """A running manager. ``group`` is the cgroup of its own groups."""
 
     pid: int
     group: Path
 
     def control(self, *args: str) -> str:
-        """Return the output of ``systemctl ARGS``. AssertionError if it fails."""
+        """Return the output of ``systemctl ARGS``. Raise AssertionError if it fails."""
         inside = ("nsenter", f"--target={self.pid}", "--mount", "--pid", "--cgroup", "--uts", "--ipc")
         done = subprocess.run([*inside, "systemctl", *args], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def shown(self, unit: str, name: str) -> str:
-        """A property of a unit."""
+        """Return a property of a unit."""
         return self.control("show", unit, f"--property={name}", "--value").strip()
 
     def processes(self, unit: str) -> list[int]:
-        """The processes of a unit, as this namespace numbers them."""
+        """Return the processes of a unit, as this namespace numbers them."""
         return list(_members(self.group / "system.slice" / unit))
 
 
@@ -63,7 +63,7 @@ class Systemd:
 def systemd(units: Path) -> Iterator[Systemd]:
     """Run systemd with the units in the folder ``units``. All of its processes end with the block.
 
-    NoSystemd if programs or rights are missing.
+    Raise NoSystemd if programs or rights are missing.
     """
     for program in (str(SYSTEMD), "systemctl", "unshare", "nsenter"):
         if shutil.which(program) is None:
@@ -104,7 +104,7 @@ def _started(process: subprocess.Popen[bytes], group: Path, units: Path) -> Syst
 
 @contextmanager
 def _cgroup() -> Iterator[Path]:
-    """A new cgroup below this process's own, in the hierarchy of version 2. What is in it at the end is killed."""
+    """Yield a new cgroup of version 2 below this process's own. Kill what is in it at the end."""
     mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
     places = [Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"]
     own = [line[3:] for line in Path("/proc/self/cgroup").read_text().splitlines() if line.startswith("0::")]

@@ -1,4 +1,4 @@
-"""Settings of hypothesis that read no clock: a process of low priority may wait long for a core, drawing or testing."""
+"""Settings of hypothesis without a clock: a process of low priority may wait long for a core."""
 
 from __future__ import annotations
 

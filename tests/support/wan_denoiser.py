@@ -1,4 +1,4 @@
-"""Wan transformers of any size, one or the two of Wan 2.2, as an engine takes them: with their plan and a probe."""
+"""Wan transformers of any size, one or Wan 2.2's two, in an engine's form: with their plan and a probe."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROBE_GRID = (3, 5, 7)
 
 
 def as_denoiser(modules: Mapping[str, Any], *, expand_timesteps: bool = False) -> DenoiserModel:
-    """``modules`` (``WanTransformer3DModel``) with their plan; their attention calls the local kernel now."""
+    """Return ``modules`` (``WanTransformer3DModel``) with their plan; their attention now calls the local kernel."""
     first = next(iter(modules.values()))
     probe = WanProbe(
         modules=tuple(modules),

@@ -1,4 +1,4 @@
-"""What ships paints what held-out prompts ask for, and each seed another picture. The report has all 240 prompts."""
+"""The shipped models paint held-out prompts, and each seed another picture. The report has all 240 prompts."""
 
 import argparse
 from typing import Any
@@ -41,7 +41,7 @@ def flux() -> Any:
 
 @pytest.mark.parametrize(("wording", "tokens", "count"), [("plain", 48, 10), ("fresh", 512, 4)])
 def test_held_out_pictures_are_right(flux: Any, wording: str, tokens: int, count: int) -> None:
-    """Freely worded ones too, padded to the length that diffusers' pipeline takes by default."""
+    """This includes free wording, padded to the default length of diffusers' pipeline."""
     asked = held_out_prompts(count, seed=7, wording=wording)
     settings = argparse.Namespace(**{**vars(SETTINGS), "tokens": tokens})
     pictures = paint_stills(flux, [text for _, text in asked], settings, seed=0)
@@ -84,7 +84,7 @@ WITH_ADAPTER = ("--adapter", str(ADAPTER))
 
 
 def scored(num_prompts: int, *options: str) -> dict[str, Any]:
-    """What the evaluation says of so many held-out prompts."""
+    """Return the evaluation of ``num_prompts`` held-out prompts."""
     return evaluate(options_of(["--model", "flux-shapes", "--prompts", str(num_prompts), *options]))
 
 
@@ -100,7 +100,7 @@ def test_the_adapter_brings_four_steps_near_to_twenty(flux: Any) -> None:
 
 @pytest.mark.slow
 def test_four_steps_with_the_adapter_are_right() -> None:
-    """At least nine in ten of what 20 steps show, in two steps as well, where the model itself fails."""
+    """They reach nine tenths of 20 steps' score, as do two steps, where the model itself fails."""
     own, adapted = scored(48), scored(48, "--steps", "4", "--likeness", *WITH_ADAPTER)
     two, adapted_two = scored(48, "--steps", "2"), scored(48, "--steps", "2", *WITH_ADAPTER)
     shares = [one["checks"]["all"]["share"] for one in (own, adapted, two, adapted_two)]

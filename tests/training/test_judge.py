@@ -1,4 +1,4 @@
-"""The judge reads pictures that Pillow drew, which shares nothing with the project's own drawing; and both agree."""
+"""The judge reads pictures drawn by Pillow, which shares nothing with the project's own drawing, and both agree."""
 
 import math
 import random
@@ -32,7 +32,7 @@ def _corners(shape: str, x: float, y: float, radius: float, angle: float) -> Cor
 def picture(
     *shapes: tuple[str, str, float, float, float, float], background: str = "white", side: int = SIDE
 ) -> Pixels:
-    """Shapes as (shape, colour, x, y, radius, angle), smoothed by drawing large."""
+    """Draw shapes as (shape, colour, x, y, radius, angle), smoothed by drawing large."""
     large = side * OVERSAMPLING
     image = Image.new("RGB", (large, large), _rgb(background))
     for shape, colour, x, y, radius, angle in shapes:

@@ -1,4 +1,4 @@
-"""A run cut in two is the run, and the schedule does what it says."""
+"""A resumed run equals an uninterrupted one, and the schedule is right."""
 
 from collections.abc import Callable
 from pathlib import Path

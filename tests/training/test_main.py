@@ -1,4 +1,4 @@
-"""Both models side by side: what is kept of each, whatever becomes of the other and of what comes after."""
+"""Both models train side by side: each one's results stay, whatever fails in the other or later."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from training.options import flow_options
 
 
 class Calls:
-    """In place of processes: notes what was called, and exports a file where a trainer is told to."""
+    """Stands for processes: records the calls, and exports a file when a trainer should."""
 
     def __init__(self, failing: str = "") -> None:
         self.made: list[tuple[str, list[str], str]] = []

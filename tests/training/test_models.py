@@ -1,4 +1,4 @@
-"""The training models call their parts exactly as diffusers' pipelines do, so what is trained is what will run."""
+"""The training models call their parts exactly like diffusers' pipelines, so training matches inference."""
 
 import random
 from pathlib import Path
@@ -32,7 +32,7 @@ def _ids(tokenizer: object, texts: list[str]) -> torch.Tensor:
 
 
 def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Relative; ours runs in bfloat16 autocast, theirs in float32."""
+    """Return the relative error; ours runs in bfloat16 autocast, theirs in float32."""
     return float((ours - theirs).norm() / theirs.norm())
 
 

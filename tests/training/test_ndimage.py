@@ -1,4 +1,4 @@
-"""What the judge takes for granted of `scipy.ndimage`, each against a slow reading of its definition."""
+"""The judge's assumptions on `scipy.ndimage` hold, each against a slow reading of its definition."""
 
 from typing import Any
 

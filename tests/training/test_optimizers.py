@@ -8,7 +8,7 @@ from training.optimizers import hidden_matrices, muon, optimizers
 
 
 def _orthogonalised(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns what Muon makes of a gradient: its first step, without the factor that gives it AdamW's size."""
+    """Return Muon's first step for a gradient, without the factor for AdamW's size."""
     parameter = nn.Parameter(torch.zeros_like(matrix))
     parameter.grad = matrix
     muon([parameter], lr=1.0).step()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""The report's commands run as written with today's trainers, each cut to one step, and what they export loads."""
+"""The report's commands run verbatim with today's trainers, each cut to one step, and their exports load."""
 
 import random
 import shlex
@@ -39,13 +39,13 @@ WORK = {
 
 
 def _program(module: str) -> ModuleType:
-    """What `python -m` runs: of a package its `__main__`."""
+    """Return the module that `python -m` runs: a package's `__main__`."""
     imported = import_module(module)
     return import_module(f"{module}.__main__") if hasattr(imported, "__path__") else imported
 
 
 def _commands() -> list[tuple[str, list[str]]]:
-    """Module and arguments of each training command of the newest report."""
+    """Return module and arguments of each training command of the newest report."""
     text = max(REPORTS.glob("shipped-models_*.md")).read_text().replace("\\\n", " ")
     lines = [line.split("python -m ")[1] for line in text.splitlines() if line.startswith("    python -m training.")]
     assert lines, "the newest report has no training command: these tests would run nothing"
@@ -54,9 +54,9 @@ def _commands() -> list[tuple[str, list[str]]]:
 
 @pytest.fixture
 def torch_as_before() -> Iterator[None]:
-    """Trainers set what is global to the process; other tests need it as it was.
+    """Restore process-wide settings of trainers, since other tests need the earlier ones.
 
-    A patch of pytest's does not do for the compiler's options: undoing it deletes the option.
+    pytest's patch does not work for the compiler's options: undoing it deletes the option.
     """
     precision = torch.get_float32_matmul_precision()
     sdp = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ def test_the_reports_commands_train_export_and_evaluate(tmp_path: Path, monkeypa
 
 
 def test_long_prompts_come_now_and_then() -> None:
-    """Every eighth step has prompts of another length than 48: those that diffusers pads to by itself, and others."""
+    """Every eighth step has prompts of another length than 48: diffusers' own padding length, and others."""
     data = object.__new__(PictureDataset)
     data.rng, data.steps, data.pools = random.Random(0), 0, MagicMock()
     assert not any(data.next_shown(0.0).is_long for _ in range(40))

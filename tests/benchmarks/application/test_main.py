@@ -27,7 +27,7 @@ def log(folder: Path, *records: dict[str, Any]) -> Path:
 
 @pytest.fixture
 def served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[ServeConfig]:
-    """The configurations that were served, of a model that lies in ``tmp_path``."""
+    """Return the served configurations, of a model in ``tmp_path``."""
     configs: list[ServeConfig] = []
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Memory of a GPU is sampled, and its highest value is kept."""
+"""Memory of a GPU is sampled, and its highest value is returned."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ STAGES = "queue;dur=1.0, encode;dur=2.5, denoise;dur={denoise}, decode;dur=4, to
 
 
 class Server(httpx.MockTransport):
-    """Answers with the prompt as bytes. Denoising takes 6 ms, half as long again for prompts of a number above 7."""
+    """Answers with the prompt as bytes. Denoising takes 6 ms, and 9 ms for prompts of a number above 7."""
 
     def __init__(self, **defaults: Any) -> None:
         super().__init__(self._answer)
@@ -91,7 +91,7 @@ def test_pictures_alone_are_drawn_once_for_all_parts() -> None:
 
 
 def test_memory_is_seen_at_rest_and_while_pictures_come_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of all looks finds the most."""
+    """The last look finds the most."""
     monkeypatch.setattr(parts, "IDLE_S", 0.0)
     server, gib = Server(), iter((1, *[2] * 100))
     visit = server.visit()
@@ -131,7 +131,7 @@ def test_sizes_formats_and_edits() -> None:
     found = parts.at_once(visit)["at_once"]
     assert (found["num"], found["total_ms"]["num"], found["mean_ms"]) == (3, 3, 10)
     assert sorted(body["seed"] for body in server.asked[-3:]) == list(range(3))
-    server.eta = {"X-Troupe-Eta": "0.0084"}  # a fifth before the 10.5 ms that it took
+    server.eta = {"X-Troupe-Eta": "0.0084"}  # a fifth before the actual 10.5 ms
     assert parts.at_once(visit)["at_once"]["eta_error"] == {"median": 0.2, "lowest": 0.2, "highest": 0.2, "num": 3}
     assert parts.edit(Server().visit()) == {"edit": None}
 

@@ -1,4 +1,4 @@
-"""Each fault strikes under a picture, clients ask again until they have theirs, and what is missing is a failure."""
+"""Each fault strikes during a picture, clients retry until they have theirs, and a missing one is a failure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PICTURE = {"data": [{"b64_json": "AAAA"}]}
 
 
 class Struck:
-    """Two faults at an application that does not exist; after the second, a later picture has other bytes."""
+    """Two faults at a simulated application; after the second, a later picture has other bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.struck: list[str] = []
@@ -133,7 +133,7 @@ def test_outages_are_told_from_and_until_a_second_after_the_fault() -> None:
 
 
 def test_both_ranks_of_a_start_are_struck(monkeypatch: pytest.MonkeyPatch) -> None:
-    """New ones only, and as soon as they are there."""
+    """Only new ranks are struck, as soon as they exist."""
     children = [subprocess.Popen(["sleep", "1000"]) for _ in range(4)]
     old, *new = (psutil.Process(child.pid) for child in children)
     looks = iter(([old], [], new[:1], new[:2], new))

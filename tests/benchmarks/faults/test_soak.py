@@ -1,4 +1,4 @@
-"""Clients under kills, against a service without models: what is drawn, how visits end, and what counts as lost."""
+"""Clips under kills, with a service without models: the drawn load, the ends of visits, and lost clips."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def phase(after_s: float, name: str, took_s: float, **fields: Any) -> dict[str, 
 
 
 RECORDS = [
-    phase(-60.0, "gang: build", 9.0, model="m"),  # of the gang before
+    phase(-60.0, "gang: build", 9.0, model="m"),  # the gang before
     line(0.5, "request r lost its gang (1): rank 1 died"),
     phase(3.0, "replica: process", 2.0, model="m"),
     phase(3.5, "gang: processes", 0.5, model="another"),

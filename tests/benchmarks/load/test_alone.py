@@ -1,4 +1,4 @@
-"""Lone times are measured before a load, or read from what an earlier run left."""
+"""Lone times are measured before a load, or read from an earlier run's file."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ def test_mixes_that_lie_there_are_read(name: str) -> None:
 
 
 def test_classes_of_the_tiers_differ_in_nothing_else() -> None:
-    """So that what differs between their latencies is the tier's doing."""
+    """So the tier causes the differences between their latencies."""
     bodies = [{**one.body} for one in load_mix("tiers").classes]
     assert {body.pop("service_tier") for body in bodies} == set(get_args(ServiceTier))
     assert all(body == bodies[0] for body in bodies)
@@ -140,7 +140,7 @@ def test_the_summary_counts_what_is_not_answered_as_late(tmp_path: Path) -> None
 
 
 def test_gpu_seconds_are_told_by_class_for_a_picture_and_for_a_clip(capsys: pytest.CaptureFixture[str]) -> None:
-    """Right answers count. The four pictures of a request share its time."""
+    """Only right answers count. The four pictures of a request share its time."""
     pair = [spent("pictures", gpu_s, num_media=4) for gpu_s in (4.0, 8.0)]
     failed = spent("pictures", 100.0, status=502)
     found = summary([*pair, failed, spent("single", 0.5), spent("clip", 30.0, kind="clip")], LONE, scale=3.0)

@@ -1,4 +1,4 @@
-"""Requests have owners by their shares, whose keys and weights a server is told."""
+"""Requests have owners by their shares, and the server gets the owners' keys and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Policies follow each other. Lone times are measured before the first, and each row is kept at once."""
+"""Policies run in turn. Lone times are measured before the first, and each row is written at once."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TRACE = '{"at_s": 0, "class": "small"}\n{"at_s": 1, "class": "usual"}\n'
 
 
 class Served:
-    """Records what is asked of applications that do not exist. Under the policy ``cut_off`` the load is interrupted."""
+    """Records the calls of simulated applications. Under the policy ``cut_off`` the load is interrupted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cut_off: str = "") -> None:
         self.policies: list[str] = []
@@ -60,7 +60,7 @@ class Served:
         return {kind.name: ALONE_S for kind in kinds}
 
     def _check(self, headers: dict[str, str]) -> None:
-        """A server with keys refuses requests without one, and it is slow until it is at rest."""
+        """Check that requests have a key if the server has keys, and come when it is at rest."""
         assert self.is_at_rest
         sent = headers.get("Authorization", "").removeprefix("Bearer ")
         assert sent in self.keys if self.keys else not headers
@@ -126,7 +126,7 @@ def test_requests_come_with_keys_whose_weights_the_server_knows(
 def test_a_load_is_beside_what_classes_take_alone(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Lone times are 0.6 s, so 300 s at a load of 0.5 are some 250 requests, the same under every policy."""
+    """A lone request takes 0.6 s: 300 s at load 0.5 are some 250 requests, under every policy."""
     served = Served(monkeypatch)
     words = ["--load", "0.5", "1", "--duration-s", "300", "--set", "denoiser.elastic=true"]
     program.main([*words, "--policies", "shortest,arrival"])

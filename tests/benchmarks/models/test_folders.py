@@ -1,4 +1,4 @@
-"""A folder that the benchmark writes by a configuration alone is a whole model."""
+"""A folder that the benchmark writes from a configuration alone is a whole model."""
 
 from __future__ import annotations
 

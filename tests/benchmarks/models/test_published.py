@@ -79,7 +79,7 @@ def test_what_its_class_keeps_in_float32_is_not_cast(tmp_path: Path) -> None:
 
 @torch.no_grad()
 def test_the_exact_step_is_in_float32_with_all_its_inputs(tmp_path: Path) -> None:
-    """Z-Image's are in lists."""
+    """Z-Image's inputs are in lists."""
     folder = str(tiny_pictures.z_image(tmp_path))
     model = PublishedModel.made(folder, CPU, torch.bfloat16, PICTURE, num_tokens=32)
     exact = model.exact_call()
@@ -123,7 +123,7 @@ def test_a_model_without_guidance_has_one_branch(tmp_path: Path) -> None:
 
 
 def counted(model: PublishedModel) -> tuple[torch.Tensor, int]:
-    """An answer, and the arithmetic of its linear layers, counted by their hooks."""
+    """Return an answer, and the arithmetic of its linear layers, counted by hooks."""
     total = 0
 
     def count(layer: Any, _inputs: Any, output: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Steps in one graph: their answers are compared with eager ones, and what cannot be captured says why."""
+"""Steps in one graph are compared with eager ones, and a failed capture gives its reason."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.peers import capture
 
 
 def recorded_as(monkeypatch: pytest.MonkeyPatch, replay: Any) -> Tensor:
-    """Stand in for a GPU whose graph does ``replay`` with the answer."""
+    """Stand in for a GPU whose graph runs ``replay`` on the answer."""
     answer = torch.full((4,), 7.0)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     graph = SimpleNamespace(replay=lambda: replay(answer))

@@ -1,4 +1,4 @@
-"""Machine code of other GPUs, taken out of a small shared library."""
+"""Machine code for other GPUs is removed from a small shared library."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ Code = tuple[int, int, bytes]
 
 
 def container(*entries: Code) -> bytes:
-    """A fat binary of (kind, architecture, code), whose entries' headers are longer than what is read of them."""
+    """Return a fat binary of (kind, architecture, code), with headers longer than the part that is read."""
     room = bytes(64 - ENTRY.size)
     body = b"".join(ENTRY.pack(kind, 64, len(code), sm) + room + code for kind, sm, code in entries)
     return CONTAINER.pack(MAGIC, CONTAINER.size, len(body)) + body
 
 
 def library(fatbin: bytes, data: bytes = b"") -> bytes:
-    """An ELF file with these sections, their headers at its end."""
+    """Return an ELF file with these sections, their headers at its end."""
     contents = {b".shstrtab": NAMES, b".data": data, SECTION: fatbin}
     body, headers = b"", []
     for name, content in contents.items():

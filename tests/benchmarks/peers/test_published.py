@@ -105,7 +105,7 @@ def test_a_peers_memory_is_free_whoever_holds_it_and_what_it_shares_is_whole() -
 
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 def test_peers_with_precisions_get_the_one_that_is_asked_for(monkeypatch: pytest.MonkeyPatch, precision: str) -> None:
-    """One of tensor parallelism divides nothing but weights. Branches lie on ranks one after the other."""
+    """Tensor parallelism divides only weights. Branches are on the ranks one after the other."""
     asked: list[Any] = []
 
     def transformer_of(*words: Any) -> Any:
@@ -131,7 +131,7 @@ def test_peers_with_precisions_get_the_one_that_is_asked_for(monkeypatch: pytest
 
 
 def test_a_captured_step_shares_the_peer_of_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another maker closes it first. One that could not be opened is opened again."""
+    """Another maker closes it first. A failed one is opened again."""
     seen: list[str] = []
 
     @contextmanager
@@ -164,7 +164,7 @@ def test_a_captured_step_shares_the_peer_of_the_eager_one(monkeypatch: pytest.Mo
         ("Qwen-Image", 2, 1, {}),
         ("Qwen-Image", 2, 2, {"guidance": 2}),
         ("Qwen-Image", 2, 4, {"guidance": 2, "ulysses": 2}),
-        ("Cosmos3-Nano", 1, 16, {"ulysses": 8, "ring": 2}),  # of 32 heads, eight with keys of their own
+        ("Cosmos3-Nano", 1, 16, {"ulysses": 8, "ring": 2}),  # 32 heads, eight with keys of their own
         ("LTX-2", 1, 2, {"ulysses": 2}),
         ("MiniMax-H3", 1, 16, {"ulysses": 8, "ring": 2}),  # 56 heads
         ("HunyuanVideo-1.5-480p_t2v", 2, 4, {"guidance": 2, "ulysses": 2}),

@@ -1,4 +1,4 @@
-"""From archives to stages, on a host that has none of the peers."""
+"""Archives become stages on a host without any peer."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def performed(some: Sequence[Run], gpus: Sequence[str], folder: Path, within_s: 
 def test_what_there_is_can_be_read_while_runs_go_on_and_small_ones_go_on_together(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Each of two runs ends when the gist of the other is there, or never."""
+    """Each of two runs ends only when the other's summary is there."""
     text = """
 import os, pathlib, sys, time
 work, out = (pathlib.Path(__file__).parent / name for name in ("work", "out"))
@@ -149,7 +149,7 @@ def test_what_a_compiler_tries_is_no_news() -> None:
 
 @pytest.mark.parametrize("one", run.chosen(()), ids=lambda one: one.name)
 def test_runs_name_models_and_makers_that_are_known_and_fit_their_gpus(one: Run) -> None:
-    """What may hang comes after what it is a variant of. diffusers divides a model for good."""
+    """A maker that may hang comes after its base maker. diffusers divides a model for good."""
     assert 0 < one.likely_s < one.limit_s
     if one.module != run.MODEL_STEP:
         return

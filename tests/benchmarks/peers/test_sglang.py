@@ -25,7 +25,7 @@ UNLOADABLE = "raise ImportError('undefined symbol')"
 
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A ``sgl_kernel`` whose libraries cannot be loaded, with one module that needs none."""
+    """Install a ``sgl_kernel`` whose libraries cannot be loaded, with one module that needs none."""
     package = tmp_path / "sgl_kernel"
     package.mkdir()
     (package / "__init__.py").write_text(UNLOADABLE)
@@ -159,7 +159,7 @@ def test_packages_that_are_imported_already_stay(monkeypatch: pytest.MonkeyPatch
 
 
 class Transformer(torch.nn.Module):
-    """A transformer as SGLang makes them: in the default dtype, or in one of its own."""
+    """A transformer like SGLang's: in the default dtype, or in one of its own."""
 
     param_names_mapping: tuple[str, ...] = ()
 
@@ -176,7 +176,7 @@ class Transformer(torch.nn.Module):
 
 
 def test_weights_that_diffusers_keeps_in_float32_have_the_dtype_of_sglang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its loader casts each to that of its parameter. A product of two dtypes, as in Wan's embedding of time, fails."""
+    """Its loader casts each to its parameter's dtype. A product of two dtypes, as in Wan's time embedding, fails."""
     mounted: list[Any] = []
     fusions = dict.fromkeys(sglang.FUSIONS, SimpleNamespace(mount=mounted.append))
     monkeypatch.setitem(sys.modules, "sglang.kernels.ops", SimpleNamespace(diffusion=SimpleNamespace(**fusions)))
@@ -193,7 +193,7 @@ def test_weights_that_diffusers_keeps_in_float32_have_the_dtype_of_sglang(monkey
 @pytest.mark.parametrize("autocast", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_only_calls_in_bfloat16_are_cast(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, autocast: bool) -> None:
-    """Whatever dtype the first of its parameters has."""
+    """The dtype of its first parameter does not matter."""
     context = SimpleNamespace(set_forward_context=lambda **_: nullcontext())
     monkeypatch.setitem(sys.modules, "sglang.multimodal_gen.runtime.managers.forward_context", context)
     transformer = Transformer(None, None, None)

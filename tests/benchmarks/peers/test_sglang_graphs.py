@@ -1,4 +1,4 @@
-"""SGLang's graphs: its runner and its filling of prompts are called as its stage of denoising calls them."""
+"""SGLang's graphs: its runner and its padding of prompts are called like its denoising stage calls them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RUNTIME = "sglang.multimodal_gen.runtime"
 
 
 class Runner:
-    """Its runner as far as it matters here: an error of ``capture`` would lead to an eager step."""
+    """The relevant part of its runner: an error of ``capture`` would lead to an eager step."""
 
     def __init__(self, transformer: Any, device: torch.device) -> None:
         self.transformer, self.device, self.entries = transformer, device, dict[Any, Any]()
@@ -45,7 +45,7 @@ class Runner:
 
 @pytest.fixture
 def padders(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Padders of models; the first is chosen."""
+    """Return the registered padders of models; the first is chosen."""
     registered: list[Any] = []
     padding: Any = ModuleType("prompt_padding")
     padding.select_prompt_padder = lambda transformer, arguments: registered[0] if registered else None

@@ -41,7 +41,7 @@ def test_work_after_the_first_owners_last_step_does_not_count() -> None:
 
 @pytest.fixture(scope="module")
 def under_overload() -> dict[str, dict[str, Any]]:
-    """Owners by policy, where three times as much is asked for as there is."""
+    """Return the owners' results by policy, with three times the gang's capacity in requests."""
     load, found = poisson(60, 3.0, LONE_S, seed=3), {}
     owners = [LITTLE if number % 2 else MUCH for number in range(len(load))]
     arrivals = with_owners(load, owners)

@@ -1,4 +1,4 @@
-"""The simulated gang against queues that are gone through by hand, and what policies were made for."""
+"""The simulated gang agrees with queues by hand, and policies reach their goals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def mixed(num: int, rate_per_s: float, seed: int = 1) -> list[Arrival]:
 
 
 def by_hand(arrivals: list[Arrival], num_ranks: int, *, shortest: bool) -> list[float]:
-    """One server that takes a step at a time: latencies, in order."""
+    """Return the latencies, in order, of one server that takes a step at a time."""
     left = [one.num_steps for one in arrivals]
     ends = [math.inf] * len(arrivals)
     now_s, num_done = 0.0, 0
@@ -63,7 +63,7 @@ ELASTIC = SimulatedGang(steps=STEPS, num_ranks=2, elastic=True, encode_s=0.1, de
 
 
 def test_small_pictures_do_not_wait_for_large_ones() -> None:
-    """12 of 512 x 512 pixels that come behind two of 2048 x 2048, on two H200s."""
+    """12 of 512 x 512 pixels arrive behind two of 2048 x 2048, on two H200s."""
     arrivals = [Arrival(at_s=0.0, shape="2048x2048", num_steps=NUM_STEPS)] * 2
     arrivals += [Arrival(at_s=0.1, shape="512x512", num_steps=NUM_STEPS)] * 12
     latencies_s = Simulation(gang=ELASTIC, policy=make_policy("shortest")).run(arrivals)
@@ -74,7 +74,7 @@ def test_small_pictures_do_not_wait_for_large_ones() -> None:
 
 
 def test_pictures_of_one_size_wait_little_and_are_many() -> None:
-    """8 of 1024 x 1024 pixels at once, on two H200s."""
+    """8 of 1024 x 1024 pixels arrive at once, on two H200s."""
     latencies_s = Simulation(gang=ELASTIC, policy=make_policy("shortest")).run(
         [Arrival(at_s=0.0, shape="1024x1024", num_steps=NUM_STEPS)] * 8
     )
@@ -83,7 +83,7 @@ def test_pictures_of_one_size_wait_little_and_are_many() -> None:
 
 
 def test_under_load_nearly_all_are_done_in_three_times_their_lone_time() -> None:
-    """At a load of 0.75; first come, first served does that for half of them."""
+    """The load is 0.75; first come, first served achieves it for half of them."""
     lone_s = {shape: NUM_STEPS * by_size[2] for shape, by_size in STEPS.items()}
     arrivals = mixed(300, 0.75 / (0.70 * lone_s["512x512"] + 0.25 * lone_s["1024x1024"] + 0.05 * lone_s["2048x2048"]))
     shares = {}
@@ -96,8 +96,8 @@ def test_under_load_nearly_all_are_done_in_three_times_their_lone_time() -> None
 
 @pytest.mark.parametrize(("policy", "elastic"), policies_and_gangs())
 def test_finish_times_are_predicted(policy: str, elastic: bool) -> None:
-    """To a tenth, for the median picture that waits in a gang of which twice as much is asked as there is, if no other
-    comes; of one team, where no step begins before the one before it has ended, nearly all to the step."""
+    """The gang gets twice its capacity, and no other picture comes. The prediction for the median waiting picture is
+    within a tenth. With one team, where steps do not overlap, nearly all are exact to the step."""
     gang, lone_s = SimulatedGang(steps=STEPS, num_ranks=2, elastic=elastic), lone_times_s(2)
     owners = load_owners("three")
     assert owners is not None
@@ -118,7 +118,7 @@ def test_finish_times_are_predicted(policy: str, elastic: bool) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_comes_later_is_not_known(policy: str) -> None:
-    """Among many that come the median picture is predicted to a tenth as well, and some are not."""
+    """Among many arrivals the median picture is also within a tenth, and some are not."""
     lone_s, owners = lone_times_s(2), load_owners("three")
     assert owners is not None
     arrivals = with_owners(poisson(100, 0.8, lone_s, 1), owners.drawn(100, 1))

@@ -1,4 +1,4 @@
-"""Adapters that the benchmark writes are read as the published ones are: each layer, and nothing else."""
+"""Adapters that the benchmark writes are read like the published ones: each layer, and nothing else."""
 
 from __future__ import annotations
 

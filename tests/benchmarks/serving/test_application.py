@@ -1,4 +1,4 @@
-"""An application that has started comes to rest."""
+"""A started application comes to rest."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def test_what_does_not_end_in_time_is_killed_with_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that are left would hold memory of GPUs."""
+    """Remaining processes would hold memory of GPUs."""
     monkeypatch.setattr(application, "STOPPED_WITHIN_S", 0.1)
     parent = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {STUBBORN!r}]).wait()"
     process = subprocess.Popen([sys.executable, "-c", f"{IGNORE}; {parent}"], stdout=subprocess.PIPE)

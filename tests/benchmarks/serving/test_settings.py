@@ -1,4 +1,4 @@
-"""Options of a benchmark set values of the configuration, and choose the model of a folder."""
+"""Options of a benchmark set values of the configuration, and choose a folder's model."""
 
 from __future__ import annotations
 

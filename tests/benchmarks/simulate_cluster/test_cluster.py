@@ -1,4 +1,4 @@
-"""The simulated cluster against what can be gone through by hand, and what the strategies do in it."""
+"""The simulated cluster agrees with cases by hand, and its strategies behave as designed."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ def pictures(*at_and_lone_s: tuple[float, float]) -> list[Picture]:
 
 @BY_STEPS
 def test_one_gang_serves_the_shortest_first_and_no_picture_is_lost(by_steps: bool) -> None:
-    """10 s begin; 2 and 0.5 s come: the shorter ones run at once, and the long one ends after all."""
+    """A picture of 10 s begins; ones of 2 and 0.5 s arrive: the shorter ones run at once, the long one ends last."""
     cluster = Cluster(BY_HAND, FixedSize(1), by_steps=by_steps)
     cluster.run(pictures((0.0, 10.0), (1.0, 2.0), (2.0, 0.5)), warm_gangs=1)
-    num_ahead = 2 if by_steps else 0  # steps that are sent, which nothing overtakes
+    num_ahead = 2 if by_steps else 0  # sent steps, which nothing overtakes
     assert sorted(cluster.waits_s) == pytest.approx([0.0, 0.5, 2.5], abs=num_ahead * STEP_S + 1e-9)
 
 
@@ -67,7 +67,7 @@ def test_by_arrival_short_pictures_wait_for_the_long_one(by_steps: bool) -> None
 
 
 def test_a_gang_has_the_scheduler_of_a_real_one() -> None:
-    """Waits are those of ``benchmarks.policies``, whose step sent ahead delays who comes meanwhile."""
+    """The waits are those of ``benchmarks.policies``, whose early-sent step delays later arrivals."""
     arrivals = list(DayTraffic(peak_load=0.8, num_ranks=2, from_hour=20.0, hours=0.1, seed=2).arrivals())
     cluster = Cluster(SPEC, FixedSize(1))
     cluster.run(arrivals, warm_gangs=1)
@@ -80,7 +80,7 @@ def test_a_gang_has_the_scheduler_of_a_real_one() -> None:
 
 @BY_STEPS
 def test_a_gang_reports_the_work_that_it_has_left(by_steps: bool) -> None:
-    """While it works for the policy, and while it waits for the router."""
+    """It works for the policy, and waits for the router."""
     gang = (StepReplica if by_steps else JobReplica)("a", 0, ClusterNode(0.0, 0.0), BY_HAND.step_s, 0.0)
     for number, lone_s in enumerate([4.0, 2.0]):
         gang.take(PictureJob(number, "1024x1024", round(lone_s / STEP_S), lone_s, 0.0))
@@ -142,7 +142,7 @@ def test_a_cluster_that_may_be_empty_runs_until_it_is() -> None:
 
 @dataclass
 class Alternating:
-    """One gang more and less, whatever happens."""
+    """Adds and removes one gang in turn, whatever happens."""
 
     every_s: float = 3.0
     num: int = 2
@@ -156,7 +156,7 @@ class Alternating:
 
 
 def test_a_policy_by_work_sees_gangs_as_they_were_at_the_last_decision() -> None:
-    """The gang has its job from 120 s on. The scaler, which is asked from then on, sees it a decision later."""
+    """The gang has its job from 120 s on. The scaler, which is called from then on, sees it a decision later."""
     seen: list[tuple[float, int, float]] = []
     strategy = ByWork(RULES)
     cluster = Cluster(replace(BY_HAND, min_gangs=0), strategy)
@@ -184,7 +184,7 @@ def test_a_gang_by_work_stays_while_a_request_is_open() -> None:
 def test_the_gang_that_ends_is_the_newest_of_the_emptiest_node_and_of_equal_nodes_the_oldest(
     places: list[int], ended: int
 ) -> None:
-    """So Ray Serve 2.60 chooses (``DeploymentScheduler._get_replicas_to_stop``)."""
+    """Ray Serve 2.60 chooses like this (``DeploymentScheduler._get_replicas_to_stop``)."""
     cluster, nodes = Cluster(BY_HAND, FixedSize(1)), [ClusterNode(0.0, 0.0), ClusterNode(0.0, 0.0)]
     for number, place in enumerate(places):
         gang = StepReplica(f"gang{number}", number, nodes[place], BY_HAND.step_s, 0.0)
@@ -220,7 +220,7 @@ def test_a_day_has_its_shares_and_is_the_same_again() -> None:
 
 
 def test_the_public_trace_is_followed_in_parts_of_an_hour() -> None:
-    """Its four days have 9,621 requests; the busiest hour keeps ``peak_load`` gangs busy."""
+    """Its four days have 9,621 requests; the busiest hour needs ``peak_load`` gangs."""
     heights = public_heights()
     assert len(heights) == 4 * 24 * PARTS_PER_HOUR
     hours = [sum(heights[i : i + PARTS_PER_HOUR]) / PARTS_PER_HOUR for i in range(0, len(heights), PARTS_PER_HOUR)]
@@ -236,7 +236,7 @@ def test_the_public_trace_is_followed_in_parts_of_an_hour() -> None:
 
 
 def test_by_work_fewer_gpu_hours_give_no_more_late_pictures() -> None:
-    """Beside Serve's defaults and the whole cluster, through a morning."""
+    """Serve's defaults and the whole cluster run through the same morning."""
     spec = replace(SPEC, num_gpus=32, failures_per_gpu_hour=1 / 50_000)
     day = replace(HOURS, peak_load=9.6, from_hour=5.0)
     strategies: dict[str, Strategy] = {

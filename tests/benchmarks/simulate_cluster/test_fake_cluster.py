@@ -1,4 +1,4 @@
-"""The simulation beside recorded runs of a real cluster, and how these runs were measured."""
+"""The simulation agrees with recorded runs of a real cluster, and these runs are measured right."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def recorded(name: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("name", "most_gangs"), [("dense", 3), ("sparse", 2), ("two_waves", 3)])
 def test_the_simulation_agrees_with_a_recorded_run_of_a_real_cluster(name: str, most_gangs: int) -> None:
-    """Within 15 % on the same arrivals, with the measured times of steps and starts."""
+    """Figures are within 15 % on the same arrivals, with the measured times of steps and starts."""
     document = recorded(name)
     arrivals = [Arrival(at_s=at_s, kind=SETTING.mix.named(kind), seed=0) for at_s, kind, _ in document["latencies_s"]]
     figures = simulated(arrivals, document["times"], SETTING).figures()
@@ -84,7 +84,7 @@ def test_waves_rise_and_fall_with_pauses_before_them() -> None:
 
 @pytest.mark.parametrize(("seed", "problem"), [(1, "0 requests .* long or short:"), (4, "2 requests .* long:")])
 def test_a_wave_without_a_class_of_requests_is_refused(seed: int, problem: str) -> None:
-    """Before it is sent: the times of that class could not be measured."""
+    """It is refused before it is sent: the times of that class could not be measured."""
     with pytest.raises(ValueError, match=problem):
         waves(SETTING.mix, mean_s=16.0, num=1, wave_s=30.0, pause_s=0.0, load=1.0, seed=seed)
 

@@ -1,4 +1,4 @@
-"""The comparison with this host's gangs: times from Serve's log, and the part of a run that is compared."""
+"""The comparison with this host's gangs takes times from Serve's log, and covers part of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Simulated models that take turns on the same GPUs: by hand, and beside models with GPUs of their own."""
+"""Simulated models that take turns on the same GPUs agree with cases by hand, and with GPUs of their own."""
 
 from __future__ import annotations
 

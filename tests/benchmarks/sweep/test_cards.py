@@ -1,4 +1,4 @@
-"""Each card is one line: what was held and took time with less memory, or why nothing was."""
+"""Each card is one line: its memory and times with less memory, or the reason for none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Machine:
-    """A GPU host, of which the order of what happens is noted, and each answer's limit of time."""
+    """A GPU host that records the order of events, and each answer's time limit."""
 
     def __init__(self, logs: Path) -> None:
         self.logs = logs
@@ -38,7 +38,7 @@ class Machine:
         self.prompts: list[str] = []
         self.kept_logs: list[Path | None] = []
         self.gib_of_failure = 0.0
-        """Applications that are given less fail in their last request."""
+        """Applications with less memory fail in their last request."""
         self._left_gib = 0.0
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""A sweep goes on where it stopped, and says of every model what it measured or why it did not."""
+"""A sweep resumes where it stopped, and reports each model's results or its error."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MODELS = ["FLUX.1-dev", "LTX-2", "Z-Image"]
 
 @pytest.fixture
 def measured(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What was measured, of models of which LTX-2 cannot be."""
+    """Return the measured models; LTX-2 fails."""
     names: list[str] = []
 
     def measure(name: str, ranks: int, arguments: Any) -> dict[str, Any]:

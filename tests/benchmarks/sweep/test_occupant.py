@@ -1,4 +1,4 @@
-"""The occupant leaves as much of a GPU's memory as was asked for; less than that is an error."""
+"""The occupant leaves the requested amount of a GPU's memory; less is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GIB, MIB = 2**30, 2**20
 
 
 class Memory:
-    """A GPU that gives out memory in steps of 2 MiB, and some more of it than asked for with each."""
+    """A GPU that allocates memory in steps of 2 MiB, with some extra for each."""
 
     def __init__(self, free: int) -> None:
         self.free = free
@@ -53,7 +53,7 @@ print('{{"least": {least}, "most": {most}}}')
 
 
 def says(monkeypatch: pytest.MonkeyPatch, left: int, least: int, most: int) -> None:
-    """Put a program in place of the occupant, which says these bytes."""
+    """Put a program in place of the occupant, which prints these bytes."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     script = SAYS.format(left=left, least=least, most=most)
     monkeypatch.setattr(occupant, "COMMAND", (sys.executable, "-c", script))

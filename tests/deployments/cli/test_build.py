@@ -1,4 +1,4 @@
-"""``troupe build-engine`` with the real builder, and ``troupe doctor --tensorrt``."""
+"""``troupe build-engine`` works with the real builder, and so does ``troupe doctor --tensorrt``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def build(folder: Path, model: str, *args: str) -> Result:
 
 
 def test_says_what_the_file_holds_and_finds_it_again(tmp_path: Path, tiny_model: Path) -> None:
-    """By the configuration alone at first, then with the weights: it is the same file."""
+    """Configuration alone and loaded weights give the same file."""
     args = ("--strategy", "ulysses", "--ranks", "2", "--dtype", "float16", "--size", "64x64")
     first = build(tmp_path, str(tiny_model), *args)
     assert first.exit_code == 0, first.output
@@ -128,7 +128,7 @@ def test_interrupt_ends_it_cleanly(tmp_path: Path, while_it: str) -> None:
     [("FLUX.1-dev", "1 all_gather, 114 all_to_all", 57), ("Wan2.1-T2V-14B", "1 all_gather, 80 all_to_all", 80)],
 )
 def test_full_size_by_configuration_alone(tmp_path: Path, model: str, exchanges: str, fused: int) -> None:
-    """Weights that are nowhere: not on disk, not in memory."""
+    """The weights exist neither on disk nor in memory."""
     result = build(tmp_path, model, "--ranks", "4", "--strategy", "ulysses")
     assert result.exit_code == 0, result.output
     assert exchanges in result.output

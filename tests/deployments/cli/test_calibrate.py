@@ -1,4 +1,4 @@
-"""``troupe calibrate``, and a rank that takes the scales from the file."""
+"""``troupe calibrate`` writes scales, and a rank reads them from the file."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_file_that_cannot_be_written_is_told_before_the_model_is_read(tmp_path
 
 
 def test_a_model_that_must_have_pictures_gets_some(tmp_path: Path) -> None:
-    """Both transformers of one that changes between them on the way."""
+    """Both transformers of a two-expert model are recorded."""
     checkpoint = Checkpoint(tiny_video.wan_picture_two_experts(tmp_path))
     model, run = model_over(("a red circle",), checkpoint, "32x32x5")
     with recording_all(model) as records:

@@ -1,4 +1,4 @@
-"""What the command line's own client makes of what a server tells it."""
+"""The command line's own client handles a server's answers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_several_pictures_are_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_words_are_printed_as_they_are(tmp_path: Path) -> None:
-    """Whatever a terminal's library reads in brackets, or between colons."""
+    """A terminal's library gives brackets and colons a meaning."""
     prompt, out = "a sign: [/open] [red] :cat:", tmp_path / "a[final].png"
     with serving(build(FakeStudio(), tmp_path)) as url:
         result = troupe("generate", prompt, "--steps", "2", "--out", str(out), "--url", url)
@@ -193,7 +193,7 @@ QUEUED, HALF, DONE = (
 
 
 class Away(Client):
-    """A client of a server that answers ``POST`` with a clip that waits, and each ``GET`` with the next of ``answers``,
+    """A client of a fake server. It answers ``POST`` with a waiting clip and each ``GET`` with the next of ``answers``,
     or breaks the connection."""
 
     def __init__(self, *answers: httpx.Response | None) -> None:
@@ -221,7 +221,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_a_server_that_is_away_meanwhile_is_waited_for() -> None:
-    """While the clip is made, and when its file is fetched."""
+    """The client waits while the clip is made, and when it fetches the file."""
     away = [httpx.Response(status, json={}) for status in (502, 503, 504)]
     answers = (httpx.Response(200, json=HALF), *away, None, httpx.Response(200, json=DONE))
     with Away(*answers, None, httpx.Response(502), httpx.Response(200, content=b"mp4")) as away_client:
@@ -234,7 +234,7 @@ def test_a_server_that_is_away_meanwhile_is_waited_for() -> None:
 
 @pytest.mark.usefixtures("at_once")
 def test_the_time_left_is_that_of_the_steps_whatever_the_clip_waited(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It waits for 90 s, and has half of its steps behind it 10 s later."""
+    """It waits for 90 s, and has done half of its steps 10 s later."""
     times_s = iter([0.0, 0.0, 90.0, 90.0, 100.0, 100.0, 100.0])
     clock = SimpleNamespace(monotonic=times_s.__next__, sleep=time.sleep)  # its own: other threads read the real one
     monkeypatch.setattr(client, "time", clock)

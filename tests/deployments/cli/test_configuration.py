@@ -1,4 +1,4 @@
-"""``troupe serve MODEL``: the configuration that the shipped ones for GPUs would be, and what it warns of."""
+"""``troupe serve MODEL`` makes the configuration of the shipped ones for GPUs, and warns of problems."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_takes_the_workflow_behind_a_name() -> None:
 
 @pytest.mark.usefixtures("gpus")
 def test_steps_with_many_references_are_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 9 pictures one takes 78 s on one H200 by ``troupe estimate --model MiniMax-H3+workflow@ref2va``."""
+    """With 9 pictures a step takes 78 s on one H200 by ``troupe estimate --model MiniMax-H3+workflow@ref2va``."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))
     plain = str(PUBLISHED / "MiniMax-H3")
     names = (plain, str(ModelSource(base=plain, workflow="ref2va")))
@@ -121,7 +121,7 @@ def test_hub_ids_are_of_published_models() -> None:
         try:
             hub_id = hub_id_of(name)
         except ValueError:
-            continue  # no address is known: it has to be given
+            continue  # the address is unknown and must be given
         validate_repo_id(hub_id)
         assert hub_id.split("/")[1].lower().removesuffix("-diffusers") == name.lower()
 

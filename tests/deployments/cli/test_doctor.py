@@ -1,4 +1,4 @@
-"""``troupe doctor`` on machines that this one is not."""
+"""``troupe doctor`` reports on simulated machines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EVERYTHING = (*doctor.PACKAGES, *doctor.EXPORT_PACKAGES, doctor.NCCL_PACKAGES[0]
 
 
 def host(monkeypatch: pytest.MonkeyPatch, *, installed: tuple[str, ...], num_gpus: int) -> dict[str, doctor.Finding]:
-    """What the doctor finds on a host with just these packages and so many GPUs."""
+    """Return the doctor's findings on a host with these packages and ``num_gpus`` GPUs."""
     card = SimpleNamespace(name="NVIDIA B200", total_memory=180 << 30, major=10, minor=0)
     monkeypatch.setattr(doctor, "_version", lambda name: "11.2" if name in installed else None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
@@ -68,7 +68,7 @@ def test_without_a_gpu_tensorrt_rtx_is_enough_to_build(monkeypatch: pytest.Monke
 
 
 def test_models_that_share_gpus_are_told_with_what_fits_together() -> None:
-    """Estimated at each model's default size, with three processes of a GiB on the first GPU."""
+    """The estimate has each model's default size, and three processes of a GiB on the first GPU."""
     models = [ModelConfig(name=name, share="main") for name in ("flux-shapes", "kontext-shapes", "wan-shapes")]
     everything = "flux-shapes + kontext-shapes + wan-shapes"
     told = doctor.share_report(models, ShareConfig())
@@ -82,7 +82,7 @@ def test_models_that_share_gpus_are_told_with_what_fits_together() -> None:
 
 
 def bytecode(monkeypatch: pytest.MonkeyPatch, folder: Path, *, writes: bool) -> doctor.Finding:
-    """What the doctor finds in an interpreter that keeps bytecode in ``folder``, and writes it or does not."""
+    """Return the finding for an interpreter with bytecode in ``folder``, which it writes or not."""
     monkeypatch.setattr(sys, "pycache_prefix", str(folder))
     monkeypatch.setattr(sys, "dont_write_bytecode", not writes)
     (finding,) = doctor._bytecode()
@@ -95,7 +95,7 @@ def test_bytecode_that_is_never_written_is_told_with_its_cost(monkeypatch: pytes
     assert "every start compiles the sources of its packages, about 8 s" in finding.detail
     assert "unset PYTHONDONTWRITEBYTECODE, or run `python -m compileall" in finding.detail
     assert str(Path(torch.__file__).parents[1]) in finding.detail
-    assert "PYTHONPYCACHEPREFIX" not in finding.detail  # by itself, it would change nothing
+    assert "PYTHONPYCACHEPREFIX" not in finding.detail  # the variable by itself would change nothing
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_bytecode_that_cannot_be_written_wants_another_folder(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, writes: bool, told: str
 ) -> None:
     in_the_way = tmp_path / "file"
-    in_the_way.touch(mode=0o777)  # what it lacks is no permission
+    in_the_way.touch(mode=0o777)  # permissions are not the problem
     finding = bytecode(monkeypatch, in_the_way, writes=writes)
     assert finding.ok is False
     assert told in finding.detail

@@ -1,4 +1,4 @@
-"""``troupe door`` in front of a server that runs already."""
+"""``troupe door`` runs in front of a running server."""
 
 from __future__ import annotations
 

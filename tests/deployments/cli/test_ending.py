@@ -1,4 +1,4 @@
-"""Starting the application: a Ctrl-C in the middle of it comes at the end of what cannot be undone half-way."""
+"""While the application starts, a Ctrl-C waits for the end of what cannot be undone half-way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deployments.cli.errors import interrupts_later
 
 @pytest.fixture(autouse=True)
 def interrupts_raise() -> Iterator[None]:
-    """Whatever this process was started with: shells have those in the background ignore interrupts."""
+    """Reset the handler of SIGINT: shells let background processes ignore it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -55,7 +55,7 @@ def test_afterwards_all_is_as_before() -> None:
 
 
 def test_an_interrupt_that_is_ignored_stays_so() -> None:
-    """As with ``nohup``, and with what a shell runs in the background."""
+    """``nohup`` does this, and shells do for background processes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     reached: list[str] = []
     interrupted(reached)

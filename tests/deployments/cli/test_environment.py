@@ -1,4 +1,4 @@
-"""What the environment does not allow: one line before anything is started, by ``serve`` and ``doctor`` alike."""
+"""``serve`` and ``doctor`` report problems of the environment in one line before anything starts."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_nothing_is_wrong_and_nothing_is_made(data: Path) -> None:
 
 @pytest.mark.parametrize("name", ["", "videos", "files", "answers", "servers"])
 def test_a_data_directory_that_refuses_to_be_written(data: Path, name: str) -> None:
-    """The kernel writes to no folder of /proc, for root neither."""
+    """The kernel lets not even root write to a folder of /proc."""
     if name:
         data.mkdir()
         (data / name).symlink_to("/proc/self")

@@ -1,4 +1,4 @@
-"""What ends a command, and with which exit code."""
+"""Errors end a command with the right exit code."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ AGAIN = "import atexit, os, signal; atexit.register(lambda: [os.kill(os.getpid()
     ("ends_by", "code"),
     [
         ("raise KeyboardInterrupt", 130),
-        ("exec('raise KeyboardInterrupt')", 130),  # as in a dataclass that an import is just making
+        ("exec('raise KeyboardInterrupt')", 130),  # as in a dataclass under construction during an import
         (f"{AGAIN}; raise KeyboardInterrupt", 130),
         ("raise ValueError('no such size')", 2),
         ("raise KeyError('ours')", 1),

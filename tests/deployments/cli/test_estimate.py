@@ -1,4 +1,4 @@
-"""``troupe estimate`` for shipped, published and own models: the table, the document, and mistakes."""
+"""``troupe estimate`` prints table and document for shipped, published and own models, and refuses mistakes."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ KEYFRAME = 16 * 24
     ],
 )
 def test_tokens_of_what_comes_along_are_counted(model: str, expected: dict[str, int]) -> None:
-    """FLUX.1-dev and Wan begin with a picture, which adds no tokens."""
+    """FLUX.1-dev and Wan start from a picture, which adds no tokens."""
     found = document("--model", model, "--machine", "h200")
     inputs = {one["name"]: one for one in found["inputs"]}
     assert {name: one["tokens"].get("image") or one["tokens"].get("video") for name, one in inputs.items()} == expected
@@ -125,11 +125,11 @@ CLIP = ("--model", "HunyuanVideo-1.5-480p_t2v", "--size", "848x480x121")
     ],
 )
 def test_a_whole_picture_or_clip_takes_about_what_was_measured(args: tuple[str, ...], measured_s: float) -> None:
-    """Through HTTP, within a quarter: benchmarks/reports/application_one_h200_2026-11-24.md,
+    """Times through HTTP are within a quarter: benchmarks/reports/application_one_h200_2026-11-24.md,
     application_h200_2026-11-23.md, quad_h100_2026-11-26.md and sweep.jsonl."""
     request = document(*args)["request"]
     assert request["total_s"] == pytest.approx(measured_s, rel=0.25)
-    encode_s = request["encode_s"] or 0.0  # of an encoder whose size no configuration has
+    encode_s = request["encode_s"] or 0.0  # some encoders' size is in no configuration
     parts = encode_s + request["num_steps"] * request["step_s"] + request["decode_s"]
     assert request["total_s"] == pytest.approx(parts)
     assert "waiting" in request["not_counted"]
@@ -144,14 +144,14 @@ def test_a_whole_picture_or_clip_takes_about_what_was_measured(args: tuple[str, 
     ],
 )
 def test_parts_together_take_no_more_than_was_held(args: tuple[str, ...], measured_gib: float) -> None:
-    """On the first GPU of the whole application, whose allocators keep what they were once given; the same reports."""
+    """The first GPU of the whole application held it, with its allocators' reserves; the same reports."""
     memory = document(*args)["memory"]
     assert 0.65 * measured_gib < memory["total_gib"] <= measured_gib
     assert sum(memory["gib"].values()) == pytest.approx(memory["total_gib"])
 
 
 def test_ranks_that_decode_have_memory_for_it(tmp_path: Path) -> None:
-    """Between the segments of a clip, each rank decodes the last one, beside the decoder's own GPU memory."""
+    """Between a clip's segments each rank decodes the last one, beside the decoder's own GPU memory."""
     small = tiny_animate.wan_animate2(tmp_path / "small")
     folder = str(tiny_animate.without_weights(small, tmp_path / "full"))
     one, two = (document("--model", folder, "--machine", "h200", "--frames", str(number)) for number in (81, 161))
@@ -171,7 +171,7 @@ def test_a_model_that_fits() -> None:
 
 
 def test_what_does_not_fit_does_with_the_change_that_is_named() -> None:
-    """The division that is named, estimated by itself, and beside it what the change leaves on the GPU."""
+    """The suggested division is estimated by itself, with what the change leaves on the GPU."""
     memory = document(*FLUX_1, "--machine", "rtx-4090")["memory"]
     assert not memory["fits"]
     assert "does not fit 23.7 GiB a GPU (21.3 of them usable)" in memory["sentence"]
@@ -200,7 +200,7 @@ def test_steps_size_and_frames_are_the_models_own() -> None:
 
 
 def test_nothing_is_printed_but_the_document() -> None:
-    """In a process of its own: libraries warn once, as they are imported."""
+    """It runs in its own process: libraries warn once, when imported."""
     command = [sys.executable, "-m", "deployments.cli.main", "estimate", *KLEIN, "--machine", "h200", "--json"]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.stderr == ""
@@ -229,9 +229,9 @@ def test_a_folder(pictures: Path) -> None:
 
 
 ALONE = ("stable-diffusion-3.5-medium", "stable-diffusion-xl-base-1.0")
-"""On one rank a gang."""
+"""Models with one rank a gang."""
 QUICK = ("ERNIE-Image", "Helios-Base", "Qwen-Image-2.1", "Z-Image")
-"""Those whose forwards ask for what "meta" tensors have not, and one of another model's architecture."""
+"""Models whose forwards need values that "meta" tensors lack, and one with another model's architecture."""
 
 
 @pytest.mark.parametrize(
@@ -326,7 +326,7 @@ SIGMAS = "0.909375,0.725,0.421875"
 
 
 def test_a_latent_upsampler_is_in_the_memory_of_every_rank(tmp_path: Path) -> None:
-    """Also of a request of one pass: a rank reads it at its start."""
+    """This holds for requests of one pass too: a rank reads it at its start."""
     with torch.device("meta"):
         weights = LTX2LatentUpsamplerModel().bfloat16().parameters()
     own_gib = sum(weight.nbytes for weight in weights) / 2**30
@@ -345,7 +345,7 @@ def test_a_latent_upsampler_is_in_the_memory_of_every_rank(tmp_path: Path) -> No
 
 
 def test_both_passes_of_a_request_are_counted() -> None:
-    """Steps of the first are those of a clip with half the sides, those of the second have no guidance."""
+    """Steps of the first pass equal those of a clip with half the sides; those of the second have no guidance."""
     named = ("--model", "LTX-2", "--machine", "h200")
     two = document(*named, "--size", "1536x1024", "--second-stage-sigmas", SIGMAS)
     small, large = document(*named), document(*named, "--size", "1536x1024", "--no-guidance")

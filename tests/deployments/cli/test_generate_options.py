@@ -1,4 +1,4 @@
-"""What ``troupe generate`` asks the server for."""
+"""``troupe generate`` sends the right request to the server."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_model_answers_to_its_other_names() -> None:
         ("x.png", Needs(), "pictures"),
         ("x.png", Needs(num_pictures=1), "editor"),
         ("x.png", Needs(has_control=True), "following"),
-        ("x.gif", Needs(), "changing"),  # which then says what it makes
+        ("x.gif", Needs(), "changing"),  # its error names what it makes
     ],
 )
 def test_without_a_name_it_is_what_the_server_takes(out: str, needs: Needs, expected: str) -> None:

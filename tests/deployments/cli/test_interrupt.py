@@ -1,5 +1,4 @@
-"""Commands that start the application for themselves: what they leave behind, at their end or after Ctrl-C, is nothing
-but what was asked for."""
+"""Commands that start the application leave only the requested files, at their end or after Ctrl-C."""
 
 from __future__ import annotations
 

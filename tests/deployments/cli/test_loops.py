@@ -1,4 +1,4 @@
-"""What blocks has a thread without an event loop, and a limit."""
+"""Blocking work runs in a thread without an event loop, with a limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Commands that need no server, and mistakes that are told in one line."""
+"""Some commands need no server, and mistakes give one line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What keeps a configuration from running is said before anything starts: a line, with what to change."""
+"""Before anything starts, a line says why a configuration cannot run and what to change."""
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def test_weights_that_are_not_there_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"memory_gib": 4}, {"compile": True}, {"num_devices": 2}])
 def test_what_a_decoder_can_do_is_known_before_it_is_loaded(options: dict[str, Any]) -> None:
-    """The same that the decoder itself says when it is made."""
+    """The decoder itself raises the same error when it is made."""
     for path in ("flux-shapes", "wan-shapes"):
         own = ""
         try:

@@ -1,4 +1,4 @@
-"""Into a cluster that is there already, and behind which port."""
+"""The application joins a running cluster, and listens on the right port."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_serve_that_runs_at_another_address_is_said_at_once(ray_cluster: None) -
 
 
 def test_a_held_port_is_given_to_who_shares_it_alone() -> None:
-    """As Ray's proxies do, and as who is given any free port does not."""
+    """Ray's proxies share the port; a program that asks for any free port does not get it."""
     with reserved_port("127.0.0.1") as port:
         with pytest.raises(ValueError, match="is taken by another program"):
             listen("127.0.0.1", port)
@@ -36,7 +36,7 @@ def test_a_held_port_is_given_to_who_shares_it_alone() -> None:
                 proxy.setsockopt(socket.SOL_SOCKET, option, 1)
             proxy.bind(("127.0.0.1", port))
             proxy.listen()
-            for _ in range(20):  # all of them reach it
+            for _ in range(20):  # all of them reach the proxy
                 socket.create_connection(("127.0.0.1", port)).close()
                 proxy.accept()[0].close()
     with listen("127.0.0.1", port):

@@ -1,4 +1,4 @@
-"""``troupe show`` reads what the application wrote, and what other programs write."""
+"""``troupe show`` reads files of the application and of other programs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FRAMES = np.zeros((1, 32, 48, 3), np.uint8)
 OF_ANOTHER = "a cat, \x1b[31mred\nNegative prompt: dog\nSteps: 20, Sampler: Euler a, CFG scale: 7, Seed: 5, Size: 32x32"
 
 OWN: dict[str, Any] = {"request_id": "", "waited_s": 0.0}
-"""What no two requests share."""
+"""Fields that differ between any two requests."""
 
 
 def cards(defaults: Defaults) -> dict[str, ModelCard]:
@@ -56,7 +56,7 @@ def document(*files: Path) -> list[Mapping[str, Any]]:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_fields_of_a_file_ask_for_the_same_again(tmp_path: Path, format: str) -> None:
-    """Sent to the API, what a file says is the request that it was made by."""
+    """The fields in a file, sent to the API, give the request it was made from."""
     defaults = CLIPS if format == "mp4" else PICTURES
     fields = {"prompt": 'a circle: red,\n"round" 猫', "negative_prompt": "", "true_cfg_scale": 2.5, "seed": 2**53 - 1}
     request = request_of(defaults, **fields, lora=[{"name": "ink"}], size="32x32", num_inference_steps=7)
@@ -79,7 +79,7 @@ def test_a_line_for_each_field(tmp_path: Path, format: str) -> None:
 @pytest.mark.parametrize("format", ["png", "jpeg", "webp"])
 @pytest.mark.parametrize("order", ["<", ">"])
 def test_the_text_of_another_program_is_shown_as_it_is(tmp_path: Path, format: str, order: str) -> None:
-    """As AUTOMATIC1111 writes it, and with the other order of bytes, which some programs prefer."""
+    """AUTOMATIC1111 writes one byte order, and some programs the other."""
     file, image = tmp_path / f"file.{format}", Image.fromarray(FRAMES[0])
     if format == "png":
         info = PngInfo()

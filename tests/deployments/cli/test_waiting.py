@@ -1,4 +1,4 @@
-"""What an application that starts is heard to say."""
+"""The messages of a starting application are shown."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""``troupe serve`` with a key: other commands talk to it, Ctrl-C ends it, and killed in the middle of a clip and then
-started again it finishes the clip."""
+"""``troupe serve`` runs with a key: other commands reach it, and Ctrl-C ends it. Killed in the middle of a clip and
+restarted, it finishes the clip."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.ray
 
 KEY = "a-secret"
 PROXIES = {"HTTP_PROXY": "http://127.0.0.1:9", "ALL_PROXY": "socks5://127.0.0.1:9", "no_proxy": "[::1]"}
-"""Nothing listens there, and the last is no address to the client library."""
+"""Nothing listens there, and the client library takes the last for no address."""
 METRICS_PORT = own_port("metrics of the server")
 CLIP = {"model": "clips", "prompt": PROMPT, "seed": 3, "num_inference_steps": 60}
 
@@ -59,13 +59,13 @@ def url(server: Command) -> str:
 
 
 def serve(clips: Path, folder: Path) -> AbstractContextManager[Command]:
-    """``troupe serve``, of clips alone, for those that have the key, behind a proxy. Its jobs lie in ``folder``."""
+    """Run ``troupe serve`` with clips alone, a key, behind a proxy, and with its jobs in ``folder``."""
     config = config_file(config_of({"clips": clips}, num_ranks=1).with_metrics(METRICS_PORT), folder)
     return command("serve", config, folder=folder, env={"TROUPE_API_KEYS": KEY, **PROXIES})
 
 
 def begin_clip(server: Command) -> str:
-    """The id of a clip that is under way."""
+    """Return the id of a running clip."""
     with client_of(server.wait_for(SERVING)) as http:
         clip_id = str(http.post("/v1/videos", json=CLIP).raise_for_status().json()["id"])
         wait_until(lambda: int(str(status(http, clip_id)["progress"])) >= 20, "some progress")
@@ -108,7 +108,7 @@ def test_a_server_ends_while_a_process_hangs(clips: Path, victim: str) -> None:
 
 
 def name_of(process: psutil.Process) -> str:
-    """The title without folders; empty if the process has ended."""
+    """Return the title without folders; empty if the process has ended."""
     return (cmdline(process) or [""])[0].rpartition("/")[2].strip()
 
 
@@ -150,7 +150,7 @@ def test_it_is_found_and_looked_at(server: Command, url: str, monkeypatch: pytes
     row, seen = r"│ clips +│ video +│ 1 +│ 0 +│ 0 +│ ready", list[Result]()
 
     def is_shown() -> bool:
-        """Not where the gang did not say in time what it has counted."""
+        """Return whether the table has the row: it lacks it if the gang did not report in time."""
         seen.append(troupe("status"))
         return re.search(row, seen[-1].output) is not None
 
@@ -177,7 +177,7 @@ def test_other_users_of_the_machine_see_nothing(server: Command) -> None:
 
 
 def started_by(server: Command) -> list[psutil.Process]:
-    """All processes that the server has started, those without files in its folder too."""
+    """Return all processes that the server has started, including those without files in its folder."""
     (root,) = (process for process in server.processes() if of_living(process.ppid, 0) == os.getpid())
     return list(root.children(recursive=True))
 

@@ -1,4 +1,4 @@
-"""A part of a model that found no GPU memory is named from the logs of Ray's workers."""
+"""The logs of Ray's workers name a model's part that ran out of GPU memory."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_rank_has_the_model_whose_gang_failed(tmp_path: Path) -> None:
 
 
 def test_an_actor_that_did_not_fail_is_not_named(tmp_path: Path) -> None:
-    """Logs of a cluster hold errors of months, which their processes survived, and those of other applications."""
+    """A cluster's logs hold errors of months that processes survived, and those of other applications."""
     other = ":actor_name:ServeReplica:others:Chat\n"
     logs = {"encoder": f"{ENCODER}CUDA out of memory\n", "rank": RANK + ENDED, "other": other + ENDED}
     assert failures(tmp_path, "VaeDecoder-flux", **logs) == []
@@ -69,7 +69,7 @@ def test_a_process_that_had_memory_is_not_named(tmp_path: Path) -> None:
 
 
 def test_the_error_of_the_start_says_it_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve knows of a dead actor only."""
+    """Serve reports only a dead actor."""
     (tmp_path / "worker-1.err").write_text(ENCODER + ENDED)
     failed = {"TextEncoder-FLUX.1-dev": SimpleNamespace(message="ActorDiedError()")}
     status = SimpleNamespace(status=ApplicationStatus.DEPLOY_FAILED, deployments=failed)

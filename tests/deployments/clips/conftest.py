@@ -1,4 +1,4 @@
-"""The time that claims go by, and the databases that clips are in."""
+"""The clock of claims, and the databases of clips."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.deployments.clips.support.runs import QUICK
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What claims, and who deletes old clips, think the time is, in ``now_s``."""
+    """Set the time for claims and for the deletion of old clips, in ``now_s``."""
     clock = SimpleNamespace(now_s=time.time())
     for module in ("store", "clips"):
         monkeypatch.setattr(f"deployments.clips.{module}.time", SimpleNamespace(time=lambda: clock.now_s))
@@ -21,5 +21,5 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
 
 @pytest.fixture
 def each_database(database_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Lets clips of the test be in a database of each kind."""
+    """Run the test's clips on a database of each kind."""
     monkeypatch.setitem(QUICK, "database_url", database_url)

@@ -1,4 +1,4 @@
-"""Records and claims, on real databases."""
+"""Records and claims work on real databases."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def open_store(url: str) -> ClipStore:
 
 
 async def taken_by(claims: Claims) -> Claim:
-    """Returns the next claim, which there is."""
+    """Return the next claim, which must exist."""
     claim = await claims.take(["clips"])
     assert claim is not None
     return claim

@@ -1,4 +1,4 @@
-"""The runner: clips survive restarts, are run by one, are given up when it makes no sense, and stop when told."""
+"""Clips survive restarts, run once at a time, fail after too many attempts, and stop on request."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ ADDED = Lora(name="mine", folder="/data/loras/lora_1")
 async def test_a_clip_that_the_model_takes_no_longer_fails_by_the_rule(
     tmp_path: Path, asked: dict[str, Any], change: dict[str, Any], reason: str | None
 ) -> None:
-    """Its model's configuration was changed between two starts."""
+    """The model's configuration changed between two starts."""
     first = FakeStudio(**ALL, reasons={"fake-clips": "not now"})
     request = REQUEST if "recipe" in asked else replace(REQUEST, **asked)
     if "recipe" in asked:
@@ -103,7 +103,7 @@ async def test_a_clip_that_the_model_takes_no_longer_fails_by_the_rule(
 
 
 async def test_a_deadline_does_not_go_by_a_clock_that_is_set(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two hours forward, after the clip's record was written."""
+    """The clock jumps two hours forward after the clip's record was written."""
     jumped = SimpleNamespace(time=lambda: time.time() + 7200, monotonic=time.monotonic)
     monkeypatch.setattr(attempt, "time", jumped)
     studio = FakeStudio()
@@ -115,7 +115,7 @@ async def test_a_deadline_does_not_go_by_a_clock_that_is_set(tmp_path: Path, mon
 
 
 async def test_a_clip_that_was_begun_between_two_stops_is_queued_again(tmp_path: Path) -> None:
-    """As by a request that was under way when the server began to end."""
+    """A request may be running when the server begins to stop."""
     studio = FakeStudio(step_s=1000)
     async with running(studio, tmp_path) as clips:
         await clips.stop()
@@ -157,7 +157,7 @@ async def test_kill_9_in_the_middle_of_a_clip(tmp_path: Path, clock: SimpleNames
     async with running(first, tmp_path, **place) as clips, running(second, tmp_path, **place):
         (record,), _ = await clips.page(after=None, limit=10, ascending=True)
         assert (record.status, record.attempts) == ("in_progress", 1)
-        clock.now_s = time.time() + 3601  # its claim has run out
+        clock.now_s = time.time() + 3601  # its claim has expired
         record = await ended(clips, record.id)
         assert (record.status, record.attempts) == ("completed", 2)
         assert await data_of(clips, record.id) == clip(REQUEST)
@@ -196,7 +196,7 @@ async def test_given_up(tmp_path: Path, failures: list[Exception], code: str, at
 
 
 async def test_clip_that_kills_the_application(tmp_path: Path, clock: SimpleNamespace) -> None:
-    """Its claim runs out again and again without an outcome."""
+    """Its claim expires again and again without an outcome."""
     studio = FakeStudio()
     async with running(studio, tmp_path, lease_s=10.0) as clips:
         studio.reasons["fake-clips"] = "not now"

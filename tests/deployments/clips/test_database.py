@@ -1,4 +1,4 @@
-"""A database of an earlier version is one of this version after a start, and one that is lost ends no connection."""
+"""A start upgrades a database of an earlier version, and a lost database ends no connection."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ COLUMNS += ", lease_until_s, not_before_s"
 
 
 async def copy_row(engine: AsyncEngine, source: str, clip_id: str) -> None:
-    """As a replica of the first version would write it."""
+    """Write a row like a replica of the first version."""
     insert = f"INSERT INTO troupe_jobs (id, {COLUMNS}) SELECT '{clip_id}', {COLUMNS} FROM {source}"
     async with engine.begin() as connection:
         await connection.execute(text(insert))
@@ -71,7 +71,7 @@ async def as_the_first_version(engine: AsyncEngine) -> None:
 
 
 def differences(connection: Connection) -> list[object]:
-    """What sets the database apart from one that is made anew."""
+    """Return the differences between the database and a new one."""
     found: list[object] = compare_metadata(MigrationContext.configure(connection), Base.metadata)
     return found
 
@@ -111,7 +111,7 @@ async def test_a_database_of_a_later_version_is_refused(database_url: str) -> No
 
 
 async def test_a_database_that_another_process_recovers_is_waited_for() -> None:
-    """SQLite says so by a code that is longer than that of other locks."""
+    """SQLite reports it by a longer code than other locks."""
     connection = sqlite3.connect(":memory:")
     executed: list[str] = []
 
@@ -169,7 +169,7 @@ FAILED = ClipError(code="any", message="any")
 
 
 async def test_a_lost_database_ends_no_connection(tmp_path: Path) -> None:
-    """What is cancelled while SQLAlchemy ends an aiosqlite connection may never be over."""
+    """A task cancelled while SQLAlchemy ends an aiosqlite connection may never end."""
     engine = await open_database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
     store, num_ended = ClipStore(engine=engine), 0
 
@@ -216,7 +216,7 @@ async def test_a_cancelled_claim_keeps_no_lock(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_a_connection_that_is_stopped_while_it_closes_ends(tmp_path: Path) -> None:
-    """SQLAlchemy stops one whose graceful end is cancelled; nothing waits for that end, but a loop that closes does."""
+    """SQLAlchemy stops a connection whose graceful close is cancelled; only a closing loop waits for it."""
     engine = await open_database(f"sqlite:///{tmp_path / 'jobs.sqlite3'}")
     async with engine.connect() as borrowed:
         connection = (await borrowed.get_raw_connection()).driver_connection

@@ -1,4 +1,4 @@
-"""When waiting clips will be done: in their order, by what others like them took."""
+"""Waiting clips are predicted in their order, by the durations of similar ones."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_the_shortest_time_counts_and_old_kinds_are_forgotten() -> None:
     ],
 )
 def test_keys_are_those_in_databases(changes: dict[str, Any], key: str) -> None:
-    """A server that is updated knows the clips that it made before."""
+    """An updated server finds the clips it made before."""
     request = replace(REQUEST, width=48, height=32, num_frames=5, num_inference_steps=4, true_cfg_scale=6.0)
     assert duration_key(replace(request, **changes)) == key
 

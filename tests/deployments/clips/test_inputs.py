@@ -1,4 +1,4 @@
-"""The pictures that clips are made from: kept until the clip's end, over a restart, and no longer."""
+"""Input pictures of clips are stored until the clip's end, over a restart, and no longer."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_folder_that_is_not_mounted_is_waited_for(tmp_path: Path) -> None:
 async def test_a_clip_whose_record_is_written_without_an_answer_has_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The database takes the record back neither."""
+    """The database does not remove the record either."""
     create = ClipStore.create
 
     async def create_silently(*arguments: Any, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""A data directory that refuses to be written under clips that wait and are made."""
+"""The data directory refuses writes while clips wait and run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("each_database")
 
 @contextmanager
 def refusing(folder: Path) -> Iterator[None]:
-    """Inside the block the kernel refuses all work in ``folder``, whoever asks: a file has its place."""
+    """Let the kernel refuse all work in ``folder`` for every user: a file takes its place."""
     aside = folder.with_name("aside")
     folder.rename(aside)
     folder.touch()
@@ -31,7 +31,7 @@ def refusing(folder: Path) -> Iterator[None]:
 
 
 async def test_a_folder_that_refuses_files_costs_no_attempt(tmp_path: Path) -> None:
-    """As one that becomes read-only: the clip under way and the one that waits are both made later."""
+    """It acts like one that becomes read-only: the running clip and the waiting one are both made later."""
     studio = FakeStudio(permits=asyncio.Semaphore(0))
     async with running(studio, tmp_path, max_concurrent_videos=1) as clips:
         first, second = [await clips.submit(REQUEST, "1") for _ in range(2)]
@@ -53,7 +53,7 @@ async def test_a_folder_that_refuses_files_costs_no_attempt(tmp_path: Path) -> N
 
 
 async def test_a_read_only_database_costs_no_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It refuses to write: SQLite as on a read-only file system, PostgreSQL as a stand-by server."""
+    """SQLite acts as on a read-only file system, PostgreSQL as a stand-by server."""
     studio, queries_only = FakeStudio(permits=asyncio.Semaphore(0)), [False]
     async with running(studio, tmp_path) as clips:
         engine = clips._store.engine.sync_engine

@@ -1,4 +1,4 @@
-"""Settings of the runner of clips."""
+"""The runner of clips checks its settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The disk under clips: full, or what lay on it is gone."""
+"""The disk of clips is full, or its files are gone."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: p
         return looks[-1]
 
     async def looked() -> None:
-        """Returns after two more looks at the disk: the one under way, and one that saw what there is now."""
+        """Wait for two more looks at the disk: the current one, and one that saw the present state."""
         num_looks = len(looks)
         async with asyncio.timeout(PATIENCE_S):
             while len(looks) < num_looks + 2:
@@ -117,7 +117,7 @@ async def test_a_disk_that_does_not_answer_holds_one_thread(tmp_path: Path, monk
 
 
 async def test_who_asks_side_by_side_hears_what_the_disk_says(tmp_path: Path) -> None:
-    """Also if another looks again before the answer to the first look is read."""
+    """This holds if another caller looks again before the first answer is read."""
     async with running(FakeStudio(), tmp_path) as clips:
 
         async def ask() -> list[object]:
@@ -128,7 +128,7 @@ async def test_who_asks_side_by_side_hears_what_the_disk_says(tmp_path: Path) ->
 
 
 async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As where a lock keeps all of them waiting: what asks then hears of it, and a clip goes on."""
+    """A lock may hold all of them: callers get the error, and a running clip goes on."""
     studio = FakeStudio(permits=asyncio.Semaphore(0))
     async with running(studio, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1")
@@ -139,7 +139,7 @@ async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pyte
         pool._timeout = 0.01
         async with AsyncExitStack() as stack, asyncio.timeout(PATIENCE_S):
             while num_held < pool.size() + pool._max_overflow:
-                with suppress(exc.TimeoutError):  # the runner has one now and then
+                with suppress(exc.TimeoutError):  # the runner holds one now and then
                     await stack.enter_async_context(engine.connect())
                     num_held += 1
             studio.permit()
@@ -166,7 +166,7 @@ async def test_a_disk_that_fills_up_under_a_clip(tmp_path: Path, monkeypatch: py
 
 
 async def test_a_full_database_refuses_clips_and_lets_others_go(tmp_path: Path) -> None:
-    """SQLite itself says that the disk is full, since its file may not grow."""
+    """SQLite itself reports a full disk, since its file may not grow."""
     async with running(FakeStudio(), tmp_path) as clips:
         clip_id = await finished(clips)
         engine = clips._store.engine
@@ -187,7 +187,7 @@ def set_pages(connection: object) -> None:
 
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_database_that_is_deleted_under_the_server_is_noticed(tmp_path: Path, again: bool) -> None:
-    """Also when another one, of another server, lies in its place."""
+    """This holds if another server's database takes its place."""
     async with running(FakeStudio(), tmp_path) as clips:
         clip_id = await finished(clips)
         for path in tmp_path.glob("jobs.sqlite3*"):

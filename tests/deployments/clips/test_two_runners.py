@@ -1,4 +1,4 @@
-"""Two runners on one database: each clip is made by one of them, and stopped by either."""
+"""With two runners on one database each clip is made by one of them, and either can stop it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ async def test_two_runners_share_the_work_and_no_clip(tmp_path: Path, database_u
 
 
 async def test_long_clip_keeps_its_claim(tmp_path: Path, clock: SimpleNamespace) -> None:
-    """Each step takes most of the time of a claim, and after that another runner looks for clips."""
+    """Each step takes most of a claim's time, and then another runner looks for clips."""
     permits, num_steps = asyncio.Semaphore(0), REQUEST.num_inference_steps
     first, second = FakeStudio(permits=permits), Looking()
     async with running(first, tmp_path, lease_s=10.0) as one, asyncio.timeout(PATIENCE_S):

@@ -1,4 +1,4 @@
-"""Webhooks of clips: signed, sent until received, over restarts, once a state, and nowhere else."""
+"""Webhooks of clips are signed, retried until received, over restarts, once per state, and sent nowhere else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LOCAL = WebhookSettings(hosts=("localhost",), networks=("127.0.0.0/8", "::1/128"
 
 
 class Receiver:
-    """Answers with ``statuses`` in their order, and with the last one from then on."""
+    """Answers with ``statuses`` in their order, and then always with the last."""
 
     def __init__(self, *statuses: int) -> None:
         self.statuses, self.heard = list(statuses), list[tuple[dict[str, str], bytes]]()
@@ -47,7 +47,7 @@ class Receiver:
 
     @property
     def events(self) -> list[dict[str, Any]]:
-        """What was said, verified."""
+        """Return the received events, verified."""
         return [Verifier(SECRET).verify(body, headers) for headers, body in self.heard]
 
     async def has_heard(self, num: int) -> None:
@@ -140,7 +140,7 @@ async def test_what_another_replica_was_sending_when_it_died_is_sent(
 
 
 async def test_private_addresses_are_refused_when_it_is_sent() -> None:
-    """By what names mean then: they may have meant others when the clip was asked for."""
+    """Names are resolved when it is sent, since they may have changed since the request."""
     anywhere = WebhookSettings(hosts=("*",))
     for url in ("https://localhost/x", "https://127.0.0.1/x", "https://[::1]/x", "https://[::ffff:10.0.0.1]/x"):
         with pytest.raises(ValueError, match=r"which is not in api\.webhooks\.networks"):

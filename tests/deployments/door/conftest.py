@@ -1,4 +1,4 @@
-"""A door that waits long for the servers of these tests, which share their process with what else it does."""
+"""A door with long timeouts: the servers of these tests share a busy process."""
 
 from __future__ import annotations
 

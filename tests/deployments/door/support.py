@@ -1,4 +1,4 @@
-"""A server to stand behind a door, and the door in front of it."""
+"""A server behind a door, and the door."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SETTINGS = DoorSettings(max_head_bytes=4096, max_connections=200, head_timeout_s
 
 @dataclass
 class Backend:
-    """A server behind the door that says what reached it; ``live`` is the status of its ``/live``."""
+    """A server behind the door that records its requests; ``live`` is the status of its ``/live``."""
 
     live: int = 200
     release: threading.Event = field(default_factory=threading.Event)
@@ -72,7 +72,7 @@ class Server(ThreadingHTTPServer):
 
 @contextmanager
 def handled(handler: type[BaseHTTPRequestHandler], port: int = 0) -> Iterator[tuple[str, int]]:
-    """The address of a server in a thread, which ends as soon as it is told to."""
+    """Yield the address of a server in a thread, which ends at once on request."""
     with Server(("127.0.0.1", port), handler) as server:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()

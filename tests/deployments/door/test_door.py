@@ -1,4 +1,4 @@
-"""The real HAProxy in front of a real server: what it lets through, what it refuses, and that it stays."""
+"""The real HAProxy in front of a real server passes and refuses the right requests, and stays up."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_with_nobody_behind_it_answers_at_once() -> None:
 
 
 def test_a_replica_that_dies_under_a_request(client: httpx.Client) -> None:
-    """Ray's proxy answers 500 then, and not in JSON."""
+    """Ray's proxy then answers 500, and not in JSON."""
     answer = client.get("/broken")
     assert_error(answer, 502, "server_lost")
     assert int(answer.headers["retry-after"]) > 0
@@ -154,7 +154,7 @@ def test_one_port_has_one_listener() -> None:
         port = first.getsockname()[1]
         with pytest.raises(ValueError, match=rf"^port {port} of 127.0.0.1 is taken by another program: .*--port$"):
             listen("127.0.0.1", port)
-    with socket.socket() as shared:  # as Ray's proxies listen
+    with socket.socket() as shared:  # the options of Ray's proxies
         shared.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         shared.bind(("127.0.0.1", 0))
         shared.listen()

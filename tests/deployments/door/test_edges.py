@@ -1,4 +1,4 @@
-"""HTTP at its edges, at the real HAProxy: clients that close early, stray bodies, pages of other origins."""
+"""The real HAProxy handles HTTP's edges: clients that close early, stray bodies, pages of other origins."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_connection_that_is_opened_early_is_closed_without_a_word(backend: Bac
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])
 def test_who_closes_its_side_after_the_request_is_answered(client: httpx.Client, method: str) -> None:
-    """RFC 9112, section 9.6: it reads until the server closes."""
+    """RFC 9112, section 9.6: the client reads until the server closes."""
     with socket.create_connection(address_of(client)) as connection:
         connection.settimeout(PATIENCE_S)
         connection.sendall(f"{method} / HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode())
@@ -81,7 +81,7 @@ def posted(path: str, version: str, body: bytes = b"{}") -> bytes:
 def test_who_closes_its_side_after_its_body_is_answered(
     backend: Backend, path: str, version: str, queue: PictureQueue | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """RFC 9112, section 9.6: it reads until the server closes. The backend answers when the close has been seen."""
+    """RFC 9112, section 9.6: the client reads until the server closes. The backend answers once the close is seen."""
     monkeypatch.setattr(lua_actions, "HALF_CLOSE_MS", 1000 * PATIENCE_S)
     with (
         served(backend) as address,
@@ -99,7 +99,7 @@ def test_who_closes_its_side_after_its_body_is_answered(
 
 
 class Stream(BaseHTTPRequestHandler):
-    """Sends an event again and again, until nobody reads it any more."""
+    """Sends events until the reader is gone."""
 
     protocol_version = "HTTP/1.1"
     left = threading.Event()
@@ -140,7 +140,7 @@ def test_who_goes_in_the_middle_of_a_stream_ends_it(path: str, queue: PictureQue
     ("version", "trusted"), [("HTTP/1.1", ()), ("HTTP/1.1", ("127.0.0.0/8",)), ("HTTP/1.0", ("127.0.0.0/8",))]
 )
 def test_who_closes_its_side_later_is_gone(backend: Backend, version: str, trusted: tuple[str, ...]) -> None:
-    """So is a proxy that closes at once: it has no other way to say that its own client is."""
+    """This includes a proxy that closes at once: it cannot report its client's departure otherwise."""
     with (
         served(backend) as address,
         doored(address, trusted_proxies=trusted) as (_, client),
@@ -169,7 +169,7 @@ def test_allowed_pages_read_what_the_door_says(backend: Backend, allowed: tuple[
     """The names are those of the Fetch Standard, section 3.2."""
     backend.live = 503
     with served(backend) as address, doored(address, allowed_origins=allowed) as (door, client):
-        # Without a request: one that is answered before the first check would let later ones wait.
+        # No request here: one answered before the first check would let later ones wait.
         state = "show servers state application"
         wait_until(lambda: server_state(door._ask(state)) is False, "the door knows that nobody is there")
         preflight = client.options(IMAGES, headers=ASKS)

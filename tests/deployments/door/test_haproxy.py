@@ -1,4 +1,4 @@
-"""How many connections there are, of the real HAProxy and by its configuration."""
+"""The configuration limits the connections of the real HAProxy."""
 
 from __future__ import annotations
 

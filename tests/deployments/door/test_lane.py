@@ -1,4 +1,4 @@
-"""The real HAProxy in front of an application with few places: what it refuses by itself, and what it never does."""
+"""The real HAProxy in front of an application with few places refuses some requests itself, and others never."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ GOOD, BAD, LARGE = b'{"prompt": "a"}', b"{", b" " * 100_000
 
 @dataclass
 class House:
-    """An application with ``NUM_PLACES``: ``seen`` are the statuses of pictures that were asked for."""
+    """An application with ``NUM_PLACES``: ``seen`` has the statuses of requested pictures."""
 
     doors_open: threading.Event = field(default_factory=threading.Event)
-    """Until then nobody's request for a picture is looked at."""
+    """Set when requests for pictures may be handled."""
     made: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
-    """One for each picture that is finished."""
+    """Released once for each finished picture."""
     seen: list[int] = field(default_factory=list)
     num_inside: int = 0
     num_held: int = 0
@@ -116,8 +116,8 @@ def client(house: House) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def ask(client: httpx.Client) -> Iterator[Callable[..., Future[httpx.Response]]]:
-    """Asks for a picture in a thread, over a connection of its own: the door may close one whose body it did not read
-    just as it is used again, and httpx does not repeat what was posted."""
+    """Request a picture in a thread, over a connection of its own. The door may close one with an unread body when it
+    is used again, and httpx does not repeat posts."""
     alone = {"Connection": "close"}
     with ThreadPoolExecutor(100) as pool:
         yield lambda body=GOOD: pool.submit(client.post, IMAGES, content=body, headers=alone)
@@ -127,7 +127,7 @@ Ask = Callable[..., Future[httpx.Response]]
 
 
 def fill(house: House, ask: Ask) -> list[Future[httpx.Response]]:
-    """Takes all places, and has one more refused by the application."""
+    """Take all places, and let the application refuse one more request."""
     house.doors_open.set()
     holders = [ask() for _ in range(NUM_PLACES)]
     wait_until(lambda: house.num_held == NUM_PLACES, "all places are taken")
@@ -172,7 +172,7 @@ def test_a_place_that_becomes_free_is_given_away(house: House, ask: Ask, client:
         asked = [ask()]
 
         def is_taken() -> bool:
-            if asked[-1].done():  # refused: the door hears of the free place a moment after the house
+            if asked[-1].done():  # refused: the door learns of the free place a moment after the house
                 asked.append(ask())
             return house.num_held == NUM_PLACES
 

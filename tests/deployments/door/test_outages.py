@@ -1,4 +1,4 @@
-"""The application behind the real HAProxy ends, under a request or before it, and comes back."""
+"""The application behind the real HAProxy ends, during a request or before it, and comes back."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ QUEUE = PictureQueue(num_places=1, body_deadline_s=PATIENCE_S)
 
 
 class Dying(BaseHTTPRequestHandler):
-    """Ends as often as ``deaths`` says under what is posted: without an answer, or with one of Ray's own proxy."""
+    """Dies under posted requests as often as ``deaths`` says: without an answer, or with one of Ray's own proxy."""
 
     protocol_version = "HTTP/1.1"
     deaths: tuple[int, ...] = ()
@@ -78,7 +78,7 @@ def test_a_request_that_ends_each_process_is_given_up(client: httpx.Client) -> N
 
 
 def test_others_are_sent_once(client: httpx.Client) -> None:
-    """They may have had an effect, or no buffer holds them."""
+    """They may have had an effect, or exceed the buffer."""
     Dying.deaths = (0, 0, 0)
     for path, num_bytes in (("/v1/files", 2), (IMAGES, 100_000), (CLIPS, 100_000)):
         assert_error(client.post(path, content=b"a" * num_bytes), 502, "server_lost")
@@ -109,7 +109,7 @@ class HangingOnce(Backend):
 
 
 @pytest.mark.parametrize("path", [IMAGES, CLIPS])
-# Slow: before the wait asked by itself, one run in thirty waited for 30 s, for a reason that was not found.
+# Slow: before the wait had its own checks, one run in thirty took 30 s, for an unknown reason.
 @pytest.mark.parametrize("next_one", [HangingOnce, pytest.param(Backend, marks=pytest.mark.slow)])
 def test_requests_wait_for_an_application_that_was_there(backend: Backend, path: str, next_one: type[Backend]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:

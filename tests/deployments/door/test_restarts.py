@@ -1,4 +1,4 @@
-"""The real HAProxy ends, and another one takes its place: what that one does, and that none is left."""
+"""The real HAProxy ends and another one replaces it, and none is left at the end."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_one_that_is_stopped_is_replaced_and_does_not_hold_up_the_end(
 def test_one_that_is_stopped_is_not_asked_before_it_is_replaced(
     backend: Backend, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An answer would be waited for as long as from a busy one."""
+    """A stopped process would take as long to answer as a busy one may."""
     monkeypatch.setattr(heartbeat, "EVERY_S", 0.1)
     monkeypatch.setattr(doors, "ANSWER_WITHIN_S", 10 * PATIENCE_S)
     with served(backend) as address, doored(address) as (door, client):

@@ -58,7 +58,7 @@ async def client_of(app: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 
 class Server(uvicorn.Server):
-    """A server that ends when it is told to: uvicorn's own looks every 0.1 s whether it should."""
+    """A server that ends at once on request: uvicorn's own checks every 0.1 s."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -75,7 +75,7 @@ class Server(uvicorn.Server):
 
 @contextmanager
 def serving(app: ASGIApp) -> Iterator[str]:
-    """The URL of a real server for ``app``, on a port that was free, in a thread."""
+    """Yield the URL of a real server for ``app``, on a free port, in a thread."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])))
@@ -107,7 +107,7 @@ async def client(api: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
 
 @pytest.fixture
 def first_bytes(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
-    """Set once some of an answer was sent."""
+    """Return an event that is set once part of an answer was sent."""
     sent, send = asyncio.Event(), _Answer.send
 
     async def noted(answer: _Answer, message: Message) -> None:
@@ -121,7 +121,7 @@ def first_bytes(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
 
 @pytest.fixture
 def watch(first_bytes: asyncio.Event) -> Watch:
-    """Begins to read a clip's events; returns what it is answered, in the end, once it has seen the first of them."""
+    """Return a function that starts to read a clip's events, and returns the answer's task after the first."""
 
     async def begin(client: httpx.AsyncClient, video_id: str) -> asyncio.Task[httpx.Response]:
         first_bytes.clear()

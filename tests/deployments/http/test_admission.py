@@ -1,4 +1,4 @@
-"""Who watches takes no place from who works, and what is too much is refused before anything is done for it."""
+"""Watchers take no place from workers, and excess requests are refused before any work."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NUM_WATCHERS = 300
 
 @asynccontextmanager
 async def watchers(client: httpx.AsyncClient, video_id: str, num: int) -> AsyncIterator[None]:
-    """``num`` open streams of events, each past its first event."""
-    open_lines = []  # a stream whose iterator is forgotten is closed
+    """Open ``num`` streams of events, each past its first event."""
+    open_lines = []  # a stream whose iterator is dropped is closed
     async with AsyncExitStack() as stack:
 
         async def watch() -> None:
@@ -76,7 +76,7 @@ async def test_watchers_that_leave_make_room(studio: FakeStudio, tmp_path: Path)
             for _ in range(2):
                 async with AsyncExitStack() as stack:
                     answer = await stack.enter_async_context(client.stream("GET", path))
-                    while answer.status_code == 429:  # until the server has seen that the watcher before is gone
+                    while answer.status_code == 429:  # until the server has seen that the earlier watcher is gone
                         await answer.aread()
                         answer = await stack.enter_async_context(client.stream("GET", path))
                     assert answer.status_code == 200
@@ -165,7 +165,7 @@ async def test_a_full_server_says_so_and_is_healthy(studio: FakeStudio, tmp_path
 
 
 def waits(places: Places, num: int, gang_in_s: float = 0.0) -> list[int]:
-    """What ``num`` refused ones are told to wait, in seconds."""
+    """Return the seconds that ``num`` refused requests should wait."""
     told = []
     for _ in range(num):
         with pytest.raises(ApiError) as caught, places.taken(1, gang_in_s):
@@ -177,14 +177,14 @@ def waits(places: Places, num: int, gang_in_s: float = 0.0) -> list[int]:
 def test_the_time_to_wait_is_that_of_places_becoming_free() -> None:
     now_s = 0.0
     places = Places(3, clock=lambda: now_s)
-    for _ in range(40):  # three at a time are under way, and one is finished every 5 s
+    for _ in range(40):  # three at a time are running, and one ends every 5 s
         blocks = [places.taken(1) for _ in range(3)]
         for block in blocks:
             block.__enter__()
         for block in blocks:
             now_s += 5
             block.__exit__(None, None, None)
-        now_s += 1000  # nobody asks: that is no time of making
+        now_s += 1000  # without requests, the time does not count as work
     blocks = [places.taken(1) for _ in range(3)]
     for block in blocks:
         block.__enter__()

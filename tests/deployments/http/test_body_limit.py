@@ -1,4 +1,4 @@
-"""What may come as a body, how fast, and what is not read at all."""
+"""Bodies have limits of size and speed, and some are not read at all."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BODY = {"prompt": "a"}
 
 @pytest.fixture(autouse=True)
 def short_farewell(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Answers end soon after what they say, though the client neither sends the rest nor leaves."""
+    """Shorten the time after an answer in which the client may send the rest or leave."""
     monkeypatch.setattr("deployments.http.body_limit.DRAIN_S", 0.05)
 
 
@@ -43,7 +43,7 @@ def head(method: str, path: str, *lines: str) -> bytes:
 
 
 async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
-    """Status, headers and body of an answer that tells its length."""
+    """Return status, headers and body of an answer with a length."""
     status, *lines = (await reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in lines)
     return int(status.split()[1]), headers, await reader.readexactly(int(headers["content-length"]))
@@ -64,7 +64,7 @@ async def answer_of(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], 
 async def test_a_gibibyte_that_nobody_wants_is_not_read(url: str, method: str, path: str, status: int) -> None:
     async with connection(url) as (reader, writer):
         writer.write(head(method, path, "Content-Type: application/json", f"Content-Length: {GIB}"))
-        writer.write(b"x" * 1000)  # and no more than that: the answer does not wait for it
+        writer.write(b"x" * 1000)  # no more than that: the answer does not wait for it
         code, headers, body = await answer_of(reader)
         assert (code, headers["connection"]) == (status, "close")
         assert json.loads(body)
@@ -88,7 +88,7 @@ async def test_a_body_that_comes_too_slowly_is_refused(studio: FakeStudio, tmp_p
         async with connection(url) as (reader, writer):
             studio.permits, sent = asyncio.Semaphore(0), json.dumps(BODY).encode()
             lines = ("Content-Type: application/json", f"Content-Length: {len(sent)}")
-            writer.write(head("POST", IMAGES, *lines) + sent)  # at once: between two pieces this process may be paused
+            writer.write(head("POST", IMAGES, *lines) + sent)  # at once: this process may be paused between two pieces
             drawing = asyncio.create_task(answer_of(reader))
             done, _ = await asyncio.wait((drawing,), timeout=0.5)
             assert not done, "the deadline is that of the body, not of the picture"

@@ -1,4 +1,4 @@
-"""A client that goes away takes its job with it, whatever it was waiting for."""
+"""The job of a client that disconnects is cancelled, whatever the client waited for."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ async def test_keepalive_while_the_job_waits(tmp_path: Path) -> None:
 
 
 async def test_a_client_that_is_gone_before_the_first_byte() -> None:
-    """What was begun for it is closed, though the response never got to its chunks."""
+    """Its work is closed, though the response never reached its chunks."""
     is_closed = False
 
     async def endless() -> AsyncGenerator[Event]:
@@ -107,7 +107,7 @@ async def test_a_client_that_is_gone_before_the_first_byte() -> None:
 
 
 class Endless:
-    """Events without an end; whether the first has begun, and whether all is over."""
+    """Endless events; records whether the first has begun, and whether all have ended."""
 
     has_begun = is_closed = False
 
@@ -122,7 +122,7 @@ class Endless:
 
 
 async def test_a_stream_that_is_cancelled_at_whatever_moment_is_over_with_its_request(tmp_path: Path) -> None:
-    """As when a server ends: one more turn of the event loop each time, from before the first event to after it."""
+    """A stopping server does this. Each time the loop turns once more, from before the first event to after it."""
     settings, num_begun = ApiSettings(data_dir=tmp_path), 0
 
     async def receive() -> Message:
@@ -137,7 +137,7 @@ async def test_a_stream_that_is_cancelled_at_whatever_moment_is_over_with_its_re
 
     for num_turns in range(40):
         source = Endless()
-        events = source.events()  # held here: nobody collects it as garbage
+        events = source.events()  # this reference keeps it from garbage collection
         request = asyncio.create_task(answer(events))
         for _ in range(num_turns):
             await asyncio.sleep(0)

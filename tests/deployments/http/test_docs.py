@@ -1,4 +1,4 @@
-"""The pages about the API work without a network: all that they name comes from the server, and the policy says so."""
+"""The pages about the API work offline: all their files come from the server, and the policy enforces it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that ends: nothing new, a while for what is under way, and a last word for what is cut."""
+"""A stopping server accepts nothing new, lets running requests end for a while, and then ends them with an error."""
 
 from __future__ import annotations
 

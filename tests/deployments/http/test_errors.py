@@ -30,7 +30,7 @@ from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
 PYTHON = re.compile(r"\^|\[0-9\]|\b(True|False|None|str|int|dict|string|integer|Input|pattern|parse)\b")
-"""What a message for people does not hold: regular expressions, and words of the language that the server is in."""
+"""Words that no user's message may contain: regular expressions, and words of the server's language."""
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
-    """An API whose jobs were never started and whose studio is none: what gets past the checks is a 500."""
+    """Return an API without running jobs or a studio: a request that passes the checks gives a 500."""
     return build(BareStudio(), tmp_path_factory.mktemp("data"))
 
 

@@ -1,4 +1,4 @@
-"""Fields that other people's clients send: what each does, and that what it does is said in the answer."""
+"""Fields of other clients have their effect, and the answer says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.fenced import ROOT
 BODIES = [ImageBody, EditBody, VideoBody]
 MEANS_THE_DEFAULT = {"seed": -1, "size": ""}
 UNFOLDED = {"extra_body"}
-"""Taken apart before the body is read."""
+"""Fields that are unpacked before the body is read."""
 RANDOM = {"request_id", "seed", "waited_s"}
 
 
@@ -31,7 +31,7 @@ def comparable(request: MediaRequest) -> dict[str, Any]:
 
 
 def effectless(body: type[MediaBody]) -> dict[str, Any]:
-    """The fields that are marked so, each with a value."""
+    """Return the fields marked as without effect, each with a value."""
     marks = {name: _marks(field.annotation) for name, field in body.model_fields.items()}
     return {name: found[0].example for name, found in marks.items() if found}
 
@@ -42,7 +42,7 @@ def _marks(annotation: Any) -> list[NoEffect]:
 
 
 def names_read() -> set[str]:
-    """Attributes that anything reads that has a body."""
+    """Return the attributes that any reader of a body uses."""
     files = [path for folder in ("requests", "http") for path in (ROOT / "deployments" / folder).rglob("*.py")]
     nodes = (node for path in files for node in ast.walk(ast.parse(path.read_text())))
     return {node.attr for node in nodes if isinstance(node, ast.Attribute)}
@@ -56,7 +56,7 @@ def test_what_nobody_reads_is_marked(body: type[MediaBody]) -> None:
 
 @pytest.mark.parametrize("body", BODIES)
 def test_what_is_marked_is_said_to_be_without_effect(body: type[MediaBody]) -> None:
-    """Switches in the sentence about them, the rest in the tables, or where answers give it back."""
+    """Switches are in the sentence about them, the rest in the tables or among the returned fields."""
     text = "\n".join(path.read_text() for path in sorted((ROOT / "docs" / "use").glob("*.md")))
     sentence = text[text.index("They are accepted while they are `false`") :].partition("\n\n")[0]
     rows = [line for line in text.splitlines() if "without effect" in line or "given back" in line or "opaque" in line]
@@ -141,7 +141,7 @@ async def test_width_and_height(client: httpx.AsyncClient) -> None:
         ({"guidance_scale": 2.5}, 2.5),
         ({"true_cfg_scale": 2.5}, 2.5),
         ({"guidance_scale": 2.5, "true_cfg_scale": 2.5}, 2.5),
-        ({"guidance_scale": 0, "true_cfg_scale": 2.5}, 2.5),  # as a model's own defaults are, sent back
+        ({"guidance_scale": 0, "true_cfg_scale": 2.5}, 2.5),  # a model's own defaults, sent back
         ({"guidance_scale": 1}, 1.0),
         ({"guidance_scale": 0}, 1.0),
     ],

@@ -1,4 +1,4 @@
-"""The shelf of pictures served by URL, swept by several requests at a time."""
+"""The store of pictures by URL is swept by several requests at a time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from deployments.http.files import FileShelf
 def test_a_file_that_another_sweep_has_deleted_is_no_error(tmp_path: Path) -> None:
     shelf = FileShelf(folder=tmp_path, lifetime_s=100, max_bytes=10)
     gone = f"{'0' * 32}.png"
-    (tmp_path / gone).symlink_to(tmp_path / "nowhere")  # listed, and not there when it is looked at
+    (tmp_path / gone).symlink_to(tmp_path / "nowhere")  # listed, and gone when it is looked at
     name = shelf.put(b"picture", "png")
     found = shelf.find(name)
     assert found is not None
@@ -43,7 +43,7 @@ def test_names_that_were_never_handed_out_find_nothing(tmp_path: Path) -> None:
 
 
 def test_half_written_files_are_swept(tmp_path: Path) -> None:
-    """As kill -9 leaves them; one of them may be just being written."""
+    """SIGKILL leaves such files; one of them may be in use by a writer."""
     shelf = FileShelf(folder=tmp_path, lifetime_s=100, max_bytes=1000)
     left, current = (tmp_path / f".{digit * 32}.png.{'a' * 8}" for digit in "01")
     for path in (left, current):

@@ -1,4 +1,4 @@
-"""Clients that know one name of a model alone, and what cards tell others."""
+"""Clients that know only one model's name work, and cards inform others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_cards_say_what_to_ask_for(client: httpx.AsyncClient, tmp_path: Pa
 
 
 async def test_slashes_too_many_are_named(client: httpx.AsyncClient) -> None:
-    """Base URLs of clients often end in one."""
+    """Base URLs of clients often end in a slash."""
     for path in ("/v1/models/", "/v1/models//", "//v1/models", "/v1//models//"):
         message = error_of(await client.get(f"http://localhost{path}"), 404)["message"]
         assert message == f"There is nothing at '{path}'; did you mean '/v1/models'?"

@@ -1,4 +1,4 @@
-"""Forms as clients encode them, and what is no text."""
+"""Forms are read in clients' encodings, and values that are no text are refused."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ async def post(client: httpx.AsyncClient, content: bytes, content_type: str) -> 
 
 @pytest.mark.parametrize("content_type", [QUERY, f"{QUERY}; charset=UTF-8"])
 async def test_text_is_what_encoders_of_others_wrote(client: httpx.AsyncClient, content_type: str) -> None:
-    """urllib's, httpx's, and bytes of UTF-8 as ``curl -d`` sends them."""
+    """The encoders are urllib's, httpx's, and ``curl -d`` with bytes of UTF-8."""
     raw = b"prompt=" + PROMPT.encode().replace(b"%", b"%25").replace(b"&", b"%26").replace(b"+", b"%2B")
     for content in (urlencode({"prompt": PROMPT, "size": ""}).encode(), raw):
         assert (await post(client, content, content_type)).json()["prompt"] == PROMPT

@@ -1,4 +1,4 @@
-"""Requests that are sent twice, as the official client and others send them, are made once."""
+"""Requests that the official client and others send twice are made once."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def studio() -> FakeStudio:
 
 
 def sent(path: str, **fields: Any) -> dict[str, Any]:
-    """What goes along: a form, whose boundary is another each time, or JSON."""
+    """Return the body: a form, whose boundary changes each time, or JSON."""
     return {"data": fields, "files": FILES} if path == EDITS else {"json": fields}
 
 
 @pytest.mark.parametrize("path", [IMAGES, EDITS])
 async def test_pictures_are_drawn_once(client: httpx.AsyncClient, studio: FakeStudio, path: str) -> None:
-    """The seed is random: drawn again they would be others."""
+    """The seed is random: new pictures would differ."""
     first, again = [await client.post(path, **sent(path, prompt="a"), headers=KEY) for _ in range(2)]
     assert first.status_code == 200, first.text
     assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (200, first.content, "true")
@@ -105,7 +105,7 @@ def test_a_stream_that_is_left_is_drawn_anew(studio: FakeStudio, tmp_path: Path)
 
 
 def test_a_clip_of_the_official_client_is_made_once(studio: FakeStudio, tmp_path: Path) -> None:
-    """By form and by JSON; one that was deleted may be made again."""
+    """It holds by form and by JSON; a deleted clip may be made again."""
     with (
         serving(build(studio, tmp_path)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
@@ -185,7 +185,7 @@ async def test_after_a_replica_that_died_over_a_request_another_makes_it(databas
     turn = await died._wait_for_turn(Turn(name=name_of("/x", requester, "k"), fingerprint=fingerprint_of(body)))
     async with known.turn("/x", requester, "k", body) as next_turn:
         assert next_turn.answer is None
-        await died.keep(turn, b"of the dead")  # it was only slow: what counts is the one that has the turn
+        await died.keep(turn, b"of the dead")  # it was only slow: the holder of the turn counts
         await known.keep(next_turn, b"answer")
     async with known.turn("/x", requester, "k", body) as last:
         assert last.answer == b"answer"

@@ -1,4 +1,4 @@
-"""What was made with one key is there for no other."""
+"""Results of one key are visible to no other."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ async def test_no_key_is_on_the_disk(studio: FakeStudio, tmp_path: Path, caplog:
 async def test_urls_have_the_name_that_the_keys_holder_sent(
     studio: FakeStudio, tmp_path: Path, settings: dict[str, Any], status: int, start: str
 ) -> None:
-    """Unless there is a public one; names are limited by ``allowed_hosts``, and others than holders get no URL."""
+    """A public name has precedence; names are limited by ``allowed_hosts``, and only key holders get URLs."""
     body, host = {"prompt": "a", "response_format": "url"}, {"Host": "pictures.example:81"}
     async with client_of(build(studio, tmp_path, api_keys=KEYS, **settings)) as client:
         answer = await client.post(IMAGES, json=body, headers=by("alpha") | host)

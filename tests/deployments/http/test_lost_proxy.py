@@ -1,4 +1,4 @@
-"""A proxy that dies under a request: a client who is gone, and one line of log."""
+"""If a proxy dies under a request, the client counts as gone, and the log has one line."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IMAGES = "/v1/images/generations"
 
 
 class DyingProxy:
-    """Hands over ``messages``, then hangs until ``dies`` is set. What it was sent is in ``answer``."""
+    """Delivers ``messages``, then hangs until ``dies`` is set. ``answer`` has the messages it received."""
 
     def __init__(self, *messages: Message) -> None:
         self.messages = list(messages)
@@ -31,7 +31,7 @@ class DyingProxy:
         if self.messages:
             return self.messages.pop(0)
         await self.dies.wait()
-        self.dies.clear()  # whoever asks a second time hangs, as with Ray Serve's own
+        self.dies.clear()  # a second call hangs, as with Ray Serve's own
         raise ActorDiedError
 
     async def send(self, message: Message) -> None:

@@ -1,4 +1,4 @@
-"""Clips and pictures in servers of S3 and of Google's storage API: whole, in ranges, signed, and 503 while away."""
+"""Clips and pictures are in S3 or Google storage: whole, in ranges, signed, and 503 while it is away."""
 
 from __future__ import annotations
 
@@ -68,13 +68,13 @@ def google_storage(google_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture(params=["s3", "google"])
 def storage(request: pytest.FixtureRequest) -> str:
-    """An empty storage of each provider."""
+    """Return the URL of an empty storage of each provider."""
     url: str = request.getfixturevalue(f"{request.param}_storage")
     return url
 
 
 def new_bucket(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The URL of a prefix in a new bucket, which the environment leads to."""
+    """Return the URL of a prefix in a new bucket; the environment has its credentials."""
     for name, value in s3.environment(endpoint).items():
         monkeypatch.setenv(name, value)
     bucket = f"b{uuid4().hex}"
@@ -199,7 +199,7 @@ async def test_objects_without_a_record_are_swept(storage: str, tmp_path: Path) 
 
 
 def test_objects_are_swept_at_the_second_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A server with a wrong database knows none of the clips. All are deleted within two hours, as documents say."""
+    """A server with a wrong database knows none of the clips. All are deleted within two hours, as documented."""
     now_s = [1000.0]
     bucket = Bucket("memory://orphans")
     for clip_id in ("video_1", "video_2"):
@@ -224,7 +224,7 @@ async def test_while_the_storage_is_away_it_is_503_and_afterwards_as_before(
     line = s3.Line(endpoint)
     url, storage = await line.mend(), new_bucket(endpoint, monkeypatch)
     monkeypatch.setenv("AWS_ENDPOINT_URL", url)
-    S3FileSystem.clear_instance_cache()  # it would go on with the endpoint of tests before
+    S3FileSystem.clear_instance_cache()  # it would keep the endpoint of earlier tests
     async with client_of(api_on(storage, tmp_path)) as client:
         video = await make(client)
         await finished(client, video["id"])
@@ -250,7 +250,7 @@ async def test_while_the_storage_is_away_it_is_503_and_afterwards_as_before(
 def test_signed_urls_of_google_lead_to_the_storage(
     google_storage: str, google_endpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server does not check signatures; who signs has the key of a service account."""
+    """The server does not check signatures; the signer has the key of a service account."""
     from google.auth.crypt import RSASigner
     from google.oauth2 import service_account
 
@@ -273,11 +273,11 @@ def test_signed_urls_of_google_lead_to_the_storage(
 def test_a_google_server_that_hangs_is_unavailable(
     google_endpoint: str, google_storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a limit, gcsfs waits for ever. Its own attempts follow without pauses here."""
+    """Without a limit, gcsfs waits for ever. Its own retries have no pauses here."""
     import gcsfs
 
     async def at_once(_: float) -> None:
-        """Pause for no time."""
+        """Do not pause."""
 
     monkeypatch.setattr("gcsfs.retry.asyncio", SimpleNamespace(sleep=at_once))
     monkeypatch.setattr(objects, "READ_TIMEOUT_S", 0.05)
@@ -292,7 +292,7 @@ def test_a_google_server_that_hangs_is_unavailable(
 
 
 def test_a_file_whose_upload_is_cut_is_not_there(s3_storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large ones go up in parts, and are there once all of them are."""
+    """Large files are uploaded in parts, and exist once all parts do."""
     bucket, parts = Bucket(s3_storage), list[str]()
     call = bucket.files._call_s3
 

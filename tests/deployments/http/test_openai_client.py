@@ -1,4 +1,4 @@
-"""The official client, unmodified, against a real server."""
+"""The official client works unmodified with a real server."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def pixels(data: bytes) -> tuple[str | None, tuple[int, int], Any]:
 def test_models(official: openai.OpenAI) -> None:
     models = official.models.list().data
     assert [model.id for model in models] == ["fake-pictures", "fake-clips"]
-    model: Any = official.models.retrieve("fake-clips")  # with fields of our own, as below
+    model: Any = official.models.retrieve("fake-clips")  # has fields of our own, as below
     assert (model.object, model.owned_by, model.kind) == ("model", "troupe", "video")
     assert model.defaults["max_frames"] == 49
 

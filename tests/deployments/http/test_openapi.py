@@ -29,7 +29,7 @@ def operations() -> list[dict[str, Any]]:
 
 
 def test_events_are_referenced() -> None:
-    """In the order of the names that ``event`` may have, each schema's ``type`` is one or more of them."""
+    """In the order of ``event``'s names, each schema's ``type`` is one or more of them."""
     contents = [operation["responses"].get("200", {}).get("content", {}) for operation in operations()]
     streams = [content["text/event-stream"]["schema"] for content in contents if "text/event-stream" in content]
     assert len(streams) == 3

@@ -1,4 +1,4 @@
-"""What web pages may make a browser send here, and by which names."""
+"""Web pages may make a browser send some requests here, by some host names."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ HOSTS = [
     ("LocalHost:8000", {}, True),
     ("app.localhost", {}, True),
     ("127.0.0.1:8000", {}, True),
-    ("10.1.2.3:8000", {}, True),  # as Kubernetes asks a pod for its health
+    ("10.1.2.3:8000", {}, True),  # Kubernetes' health check of a pod
     ("[::1]:8000", {}, True),
     ("gpu1", {"own_names": ("GPU1",)}, True),
     ("gpu1.evil.example", {"own_names": ("gpu1",)}, False),
@@ -157,7 +157,7 @@ async def test_names_of_the_server(
 
 
 async def test_a_program_of_old_that_names_no_host_is_answered(studio: FakeStudio, tmp_path: Path) -> None:
-    """Load balancers ask for the health in HTTP/1.0; browsers always name one."""
+    """Load balancers request the health in HTTP/1.0; browsers always name a host."""
     assert not is_known("", ("localhost",))
     scope = {"type": "http", "method": "GET", "path": "/health", "query_string": b"", "headers": []}
     messages: list[Any] = []
@@ -202,7 +202,7 @@ async def test_what_a_trusted_proxy_says_makes_urls(studio: FakeStudio, tmp_path
 async def test_a_proxy_on_the_same_machine_is_trusted_like_others(
     studio: FakeStudio, tmp_path: Path, proxies: tuple[str, ...], url: str
 ) -> None:
-    """The real server's own belief in its neighbours changes nothing."""
+    """The real server's own trust in local proxies changes nothing."""
     headers = FORWARDED | {"X-Forwarded-For": "203.0.113.9"}
     with serving(build(studio, tmp_path, trusted_proxies=proxies)) as own_url:
         async with httpx.AsyncClient(base_url=own_url, timeout=PATIENCE_S) as client:

@@ -1,4 +1,4 @@
-"""HEAD wherever GET is, and files that are not sent again to who has them."""
+"""HEAD works wherever GET does, and files are not sent again to clients that have them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ VARYING = {"x-request-id", "date", "server"}
 
 
 async def paths_of(client: httpx.AsyncClient) -> list[str]:
-    """One path for each GET that the document knows."""
+    """Return one path for each GET in the document."""
     video = await finished(client, (await make(client))["id"])
     picture = (await client.post(IMAGES, json={"prompt": "a", "response_format": "url"})).json()["data"][0]["url"]
     line = {"custom_id": "a", "method": "POST", "url": IMAGES, "body": {"prompt": "a"}}
@@ -56,7 +56,7 @@ async def test_head_has_the_headers_of_get(client: httpx.AsyncClient) -> None:
 
 @pytest.mark.parametrize(("version", "is_whole"), [("1.0", True), ("1.1", False)])
 def test_clients_that_know_no_chunks_get_a_stream_as_a_whole(url: str, version: str, is_whole: bool) -> None:
-    """As ``http.client`` reads it, which takes an answer as HTTP/1.1 whatever it has asked in."""
+    """``http.client`` reads it, which expects HTTP/1.1 whatever version it sent."""
     host, port = url.removeprefix("http://").split(":")
     body = json.dumps({"prompt": "a", "stream": True}).encode()
     head = f"POST {IMAGES} HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"

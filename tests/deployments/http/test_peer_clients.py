@@ -1,11 +1,11 @@
-"""The benchmark clients of other servers, by the requests that they send.
+"""The benchmark clients of other servers work, by the requests that they send.
 
 SGLang 0.5.23, ``multimodal_gen/benchmarks/bench_serving.py``: clips as JSON, polled until ``status`` is completed, and
 counted by ``num_outputs`` (pictures by the length of ``data``); with a picture as a form, where ``--extra-body`` is one
 field. vLLM-Omni, ``benchmarks/diffusion/backends.py`` at commit 0780e453, ``/v1/videos``: an aiohttp form without
-files, which goes out url-encoded, without a model; polled, fetched, deleted. Edits say ``bot_task`` whatever the model.
-Both wait for a 200 of ``/health`` first and warm up with one or two steps. aiperf 0.13.0, ``endpoints`` and
-``transports``: pictures as JSON, or as a stream; clips as JSON or a form, polled; edits as a form.
+files, which is sent url-encoded, without a model; polled, fetched, deleted. Edits send ``bot_task`` for any model. Both
+wait for a 200 of ``/health`` first and warm up with one or two steps. aiperf 0.13.0, ``endpoints`` and ``transports``:
+pictures as JSON, or as a stream; clips as JSON or a form, polled; edits as a form.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PNG = png()
 )
 async def test_clips_of_sglang(client: httpx.AsyncClient, profile: dict[str, Any]) -> None:
     assert (await client.get("/health")).status_code == 200
-    await client.get("/v1/model_info")  # whatever is answered, the benchmark goes on
+    await client.get("/v1/model_info")  # the benchmark ignores the answer
     payload = {"model": "fake-clips", "prompt": PROMPT, "num_outputs_per_prompt": 1, **profile}
     answer = await client.post("/v1/videos", json=payload)
     assert answer.status_code == 200, answer.text
@@ -66,7 +66,7 @@ async def test_pictures_of_sglang(client: httpx.AsyncClient) -> None:
 
 
 async def test_clips_of_vllm_omni(url: str) -> None:
-    """With its own library, whose forms no other one writes in quite the same way."""
+    """The form is of its own library, whose encoding is unique."""
     fields = {
         "negative_prompt": "Negative prompt 0 for benchmarking diffusion models",
         "prompt": PROMPT,
@@ -111,14 +111,14 @@ async def test_pictures_of_vllm_omni(client: httpx.AsyncClient) -> None:
 
 @pytest.fixture
 def picky(tmp_path: Path) -> Iterator[tuple[str, FakeStudio]]:
-    """The URL of a server whose models take pictures, and its studio."""
+    """Yield the URL of a server whose models take pictures, and its studio."""
     studio = FakeStudio(takes_pictures=True)
     with serving(build(studio, tmp_path)) as url:
         yield url, studio
 
 
 async def sent(url: str, fields: dict[str, str], file: str, content_type: str) -> dict[str, Any]:
-    """Returns the answer to a form with a picture, as aiohttp writes it."""
+    """Return the answer to a form with a picture, as aiohttp writes it."""
     form = aiohttp.FormData()
     for name, value in fields.items():
         form.add_field(name, value)

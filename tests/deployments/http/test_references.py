@@ -1,4 +1,4 @@
-"""Pictures that clips begin with, as the official client sends them and as JSON."""
+"""First pictures of clips come from the official client and as JSON."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def test_a_clip_in_one_request(client: httpx.AsyncClient, studio: FakeStud
 
 
 async def test_a_picture_at_a_frame(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    """In JSON, and as text of a form."""
+    """It comes in JSON, and as text of a form."""
     written = {"prompt": "a", "num_frames": 17}
     by_json = {"json": {**written, "input_reference": URL, "frame_indices": [-1]}}
     by_form = {"data": {**written, "frame_indices": "[-1]"}, "files": {"input_reference": FILE}}

@@ -1,4 +1,4 @@
-"""POST /v1/videos/sync: the MP4 itself, once it is there."""
+"""POST /v1/videos/sync returns the MP4 itself, once it is made."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def test_a_client_that_is_gone_takes_its_clip_along(client: httpx.AsyncCli
     studio.step_s = 1000
     request = asyncio.create_task(client.post(SYNC, json={"prompt": "a"}))
     await until(lambda: len(studio.performed) == 1)
-    while not request.done():  # as Ray Serve does, until it is over
+    while not request.done():  # like Ray Serve, until it is over
         request.cancel()
         await asyncio.sleep(0)
     with contextlib.suppress(asyncio.CancelledError):

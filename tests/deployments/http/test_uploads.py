@@ -1,4 +1,4 @@
-"""Large bodies: their own limits, room in memory, nothing on the disk, and an event loop that goes on."""
+"""Large bodies have their own limits, room in memory, nothing on the disk, and do not block the event loop."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def chunks(data: bytes) -> AsyncIterator[bytes]:
 async def test_bodies_take_room_beyond_what_all_may_have(
     studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_chunked: bool
 ) -> None:
-    """While the pictures of the first are unpacked, another one finds no room; small bodies need none."""
+    """While the first request's pictures are unpacked, another finds no room; small bodies need none."""
     may_go_on = threading.Event()
     held: list[int] = []
 

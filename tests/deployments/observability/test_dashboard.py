@@ -1,4 +1,4 @@
-"""The dashboard asks for metrics and labels that there are."""
+"""The dashboard uses metrics and labels that exist."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODULES = (metrics, engines.gang.metrics)
 
 
 def labels_by_series() -> dict[str, set[str]]:
-    """The labels of every series that the application exports, by its name."""
+    """Return the labels of every series that the application exports, by its name."""
     own = [one for module in MODULES for one in vars(module).values() if isinstance(one, MetricWrapperBase)]
     assert all(one in REGISTRY._collector_to_names for one in own)
     return {

@@ -1,4 +1,4 @@
-"""Whom the page of metrics asks, and that it shows what those say that answer."""
+"""The page of metrics queries the right replicas, and shows those that answer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.patience import PATIENCE_S
 
 
 class Deployment:
-    """A handle whose replicas give ``answers``, once all that are asked side by side ``meet``."""
+    """A handle whose replicas give ``answers``, once all concurrent queries ``meet``."""
 
     def __init__(self, *answers: ReplicaMetrics | Exception, meet: threading.Barrier) -> None:
         self._answers, self._meet = answers, meet
@@ -38,7 +38,7 @@ def meet() -> threading.Barrier:
 
 
 def gathered(monkeypatch: pytest.MonkeyPatch, ingress: Deployment, denoiser: Any) -> list[str]:
-    """The replicas that are shown."""
+    """Return the names of the shown replicas."""
     monkeypatch.setattr("deployments.observability.exposition.serve.get_deployment_handle", lambda *_: ingress)
     return [name for name, _ in Exposition(MetricsSettings(port=None), {"m": denoiser})._gather()]
 

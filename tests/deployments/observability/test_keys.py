@@ -1,4 +1,4 @@
-"""What metrics call keys: the configuration's names, digits, and of too many no more than that there are others."""
+"""Metrics label keys by the configuration's names or digests, and excess keys as others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines as JSON, with the request's id in every task that belongs to it."""
+"""Log lines are JSON, with the request's id in every task of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process counts, and the page on which those of all processes are shown."""
+"""A process counts, and a page shows the counts of all processes."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from tests.support.patience import PATIENCE_S
 
 MODEL = "observed"
 SECONDS = (0.0625, 0.375, 7.0, 95.0)
-"""Exact in binary, so that their sum is."""
+"""Values exact in binary, so that their sum is."""
 
 
 @pytest.fixture
 def families() -> dict[str, Metric]:
-    """As Prometheus reads them, of two replicas that counted alike."""
+    """Return the families as Prometheus reads them, of two replicas with equal counts."""
     registry = CollectorRegistry()
     registry.register(Page(lambda: {"Ingress#a": own_families(), "Ingress#b": own_families()}))
     for stage in ("queue", "denoise"):

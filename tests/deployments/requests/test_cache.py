@@ -1,4 +1,4 @@
-"""The field ``cache`` by HTTP: what comes of it, and what is told."""
+"""The field ``cache`` over HTTP has its effect, and the answer says so."""
 
 from __future__ import annotations
 

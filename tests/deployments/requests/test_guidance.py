@@ -24,7 +24,7 @@ SAID: dict[str, Any] = {"prompt": "a red circle", "width": 80, "height": 48, "nu
 
 
 def z_image_base(path: Path) -> Path:
-    """Which is told from Turbo by its schedule."""
+    """Write a Z-Image, whose schedule tells it from Turbo."""
     file = tiny_models.z_image(path) / "scheduler" / "scheduler_config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "shift": 6.0}))
     return path
@@ -39,7 +39,7 @@ MODELS: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 @pytest.fixture(scope="module", params=MODELS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[ModelCard, Pipeline, Any]:
-    """Its card, our pipeline, and diffusers'."""
+    """Return the model's card, our pipeline, and diffusers'."""
     make, name = MODELS[request.param]
     folder = make(tmp_path_factory.mktemp("model"))
     checkpoint = Checkpoint(folder)

@@ -1,4 +1,4 @@
-"""What a Python handle's keywords become, and how a wrong one is told."""
+"""A Python handle's keywords become a request, and a wrong one raises an error that names it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_without_a_model_the_kind_chooses_one(kind: str, model: str) -> None:
 def test_a_wrong_field_is_a_value_error(fields: dict[str, Any], param: str, code: str, message: str) -> None:
     with pytest.raises(ValueError, match=message) as caught:
         handle_request(CARDS, "id", {"prompt": "a", **fields})
-    error = pickle.loads(pickle.dumps(caught.value))  # as it reaches the caller of a handle
+    error = pickle.loads(pickle.dumps(caught.value))  # as in the caller of a handle
     assert isinstance(error, RequestError)
     assert (error.param, error.code, str(error)) == (param, code, str(caught.value))
 

@@ -1,4 +1,4 @@
-"""Adapters by HTTP: the field, the name behind a model's, and what is listed."""
+"""Adapters over HTTP: the field, the name behind a model's, and the list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The model for so many pictures."""
+"""The number of pictures selects the model."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def published() -> dict[str, ModelCard]:
 def test_a_picture_goes_to_the_model_that_was_published_for_it(
     published: dict[str, ModelCard], needs: Needs, name: str
 ) -> None:
-    """By the models' own pages: Kontext and Edit change pictures, FLUX.1 paints over them, Layered takes them apart."""
+    """The models' pages say so: Kontext and Edit change pictures, FLUX.1 inpaints, Layered splits into layers."""
     assert choose_card(published, None, "image", needs).name == name
 
 

@@ -1,4 +1,4 @@
-"""Prompts that a chat endpoint rewrites: in every kind of answer, and as they came if it fails."""
+"""A chat endpoint rewrites prompts, in every kind of answer; if it fails, prompts stay unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a quality means in steps."""
+"""Qualities are numbers of steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes: named defaults of requests, which a request's own fields win over."""
+"""Recipes are named defaults of requests, and a request's own fields override them."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_a_configuration_names_recipes_and_their_adapters() -> None:
 
 @pytest.mark.parametrize("name", ["its own", "the model's", "none"])
 def test_the_steps_that_are_listed_of_a_recipe_are_those_of_its_requests(name: str) -> None:
-    """Also where they are the model's own number, and of both kinds."""
+    """This includes the model's own number, and both kinds."""
     both = replace(CLIPS, picture_width=64, picture_height=48, num_inference_steps=20, min_steps=1, solver=LIMITS)
     recipes = {
         "its own": Recipe(num_inference_steps=4, true_cfg_scale=1.5),
@@ -224,7 +224,7 @@ def adapter_bytes(source: LoraSource) -> int:
 
 
 def test_a_recipe_may_name_the_precision_of_attention() -> None:
-    """The model lists it; other requests may name it too, and no other model's requests may."""
+    """The model lists it; other requests may use it too, but no other model's requests."""
     card = make_cards(served_with({"quick": {"attention": "fp8"}}))["flux-shapes"]
     model = Model.of(card)
     assert (model.attentions, model.recipes["quick"]) == (("auto", "fp8"), {"attention": "fp8"})
@@ -258,7 +258,7 @@ def test_steps_of_such_a_recipe_are_those_of_a_gang_in_float8() -> None:
 
 @pytest.mark.torch
 def test_the_laptops_recipe_equals_diffusers() -> None:
-    """Its picture is that of diffusers' own pipeline with the adapter and the settings of the configuration."""
+    """Its picture equals that of diffusers' own pipeline with the configuration's adapter and settings."""
     from engines.core.tensors import relative_difference
     from tests.pipelines.lora.support.jobs import TOLERANCE, Setting, expected, painted
 
@@ -322,7 +322,7 @@ SHIPPED: dict[str, dict[str, int]] = {
 
 @pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_recipes_suit_their_models(name: str) -> None:
-    """They are defaults of what a configuration names, whose adapter is the user's."""
+    """They are defaults for recipes that a configuration names; the user supplies the adapter."""
     checkpoint = Checkpoint.open(str(PUBLISHED / name), weights=False)
     shipped = checkpoint.spec.recipes(checkpoint.path)
     assert shipped.keys() == SHIPPED[name].keys()

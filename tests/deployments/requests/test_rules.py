@@ -1,4 +1,4 @@
-"""Rules of a model: the fields that they blame."""
+"""The rules of a model name the wrong field."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.deployments.support.fake_studio import BOTH, CLIPS, EDITS, LAYERS, RE
     ],
 )
 def test_every_check_of_a_model_blames_a_field_of_the_api(defaults: Defaults, body: MediaBody) -> None:
-    """A check that is added later, too."""
+    """This includes checks that are added later."""
     known = set(EditBody.model_fields) | set(VideoBody.model_fields)
     fields = [_body_field(name, body) for name, _ in defaults.checks(defaults.request())]
     assert len(fields) == len(set(fields)) > 8

@@ -1,4 +1,4 @@
-"""Clips in two passes, as clients ask for them: by fields of their own, or by a recipe."""
+"""Clients request clips in two passes by separate fields, or by a recipe."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ SMALL_S, LARGE_S = 2.0, 10.0
 
 
 def job_of(request: MediaRequest) -> Job:
-    """Return a job as a denoiser makes it."""
+    """Return a job like a denoiser's."""
     first, *later = request.stages
     last = [LastStage(num_steps=one.num_inference_steps, shape=shape_of(one, ())) for one in later]
     num_steps = sum(one.num_inference_steps for one in request.stages)
@@ -182,7 +182,7 @@ def job_of(request: MediaRequest) -> Job:
 
 
 def test_predicted_seconds_of_one_pass_and_of_two_stay_right(card: ModelCard) -> None:
-    """After any order of requests, with the measured times of a gang: an average over both passes would be wrong."""
+    """A gang has measured times after requests in any order: an average over both passes would be wrong."""
     times, width = StepTimes(), card.defaults.width
 
     def work_s(job: Job) -> float:
@@ -213,7 +213,7 @@ def test_predicted_seconds_of_one_pass_and_of_two_stay_right(card: ModelCard) ->
 
 
 def test_the_upsampler_may_lie_apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its own folder, or that of its pipeline."""
+    """It has its own folder, or its pipeline's."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     for apart in (folder / "latent_upsampler", folder):
         model = {"path": str(PUBLISHED / "LTX-2.3"), "upsampler": str(apart)}
@@ -233,7 +233,7 @@ def test_the_upsampler_may_lie_apart(folder: Path, tmp_path: Path, monkeypatch: 
 def test_the_hub_sends_the_upsampler_alone(
     inner: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of the files of Lightricks/LTX-2, or of a repository of its own."""
+    """The hub has the files of Lightricks/LTX-2, or a repository of its own."""
     from huggingface_hub.utils import filter_repo_objects  # type: ignore[attr-defined]
 
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The size of what is made: that of a picture that came along, and no larger than its file can be."""
+"""The size of a result is that of its input picture, and no larger than its file can be."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TIGHT = replace(EDITS, width=64, height=64, max_pixels=64 * 64)
 def test_without_a_size_the_picture_says_it(
     defaults: Defaults, picture: tuple[int, int], size: tuple[int, int]
 ) -> None:
-    """About its shape, and no larger than what the model draws by default, give or take a multiple."""
+    """It has about the picture's shape, and at most the model's default area, up to a multiple."""
     first = InputPicture(width=picture[0], height=picture[1], mode="L", data=b"")
     assert choose_size(EditBody(prompt="a"), defaults, first) == size
     assert choose_size(EditBody(prompt="a", size="auto"), defaults, first) == size
@@ -52,7 +52,7 @@ def test_without_a_size_the_picture_says_it(
     ("width", "height"), [(640, 640), (3000, 2000), (300, 500), (20, 13), (1001, 777), (160, 1600)]
 )
 def test_a_picture_of_any_size_asks_for_as_many_pixels(width: int, height: int) -> None:
-    """By the rule of diffusers' pipeline that takes pictures apart."""
+    """The rule is that of diffusers' pipeline for layers."""
     area = replace(PICTURES, width=640, height=640, size_multiple=32, max_pixels=2**21, enlarges_pictures=True)
     picture = InputPicture(width=width, height=height, mode="L", data=b"")
     assert size_of(picture, area) == calculate_dimensions(640 * 640, width / height)
@@ -73,7 +73,7 @@ def asked_for(**fields: Any) -> ImageRequest:
 
 @pytest.mark.parametrize(("written", "longest"), [("webp", 16_383), ("jpeg", 65_500)])
 def test_a_picture_that_no_file_of_its_format_holds_is_refused(written: str, longest: int) -> None:
-    """Before it is painted, not when it would be encoded."""
+    """It is refused before it is painted, not when it would be encoded."""
     for sides in ({"width": longest, "height": 32}, {"width": 32, "height": longest}):
         assert asked_for(output_format=written, **sides).output.format == written
     for sides in ({"width": longest + 1, "height": 32}, {"width": 32, "height": longest + 1}):

@@ -1,4 +1,4 @@
-"""Solver settings of a body: checked against the model, with the field to blame, and kept in a clip's record."""
+"""Solver settings of a body are checked against the model, with the wrong field, and stored in a clip's record."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The field ``generate_sound``: what comes of it, and what models say to it that make none."""
+"""The field ``generate_sound`` has its effect, and silent models refuse it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The field ``strength``, which spares steps: what is left of them must be enough, and has the previews."""
+"""The field ``strength`` saves steps: enough must be left, and they have the previews."""
 
 from __future__ import annotations
 

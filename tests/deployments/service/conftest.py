@@ -1,4 +1,4 @@
-"""Requests through stages that do what a test says."""
+"""Run requests through simulated stages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def events_of(no_pause: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    """Runs a request through ``Stages``, by their clock; all that comes."""
+    """Return a function that runs a request through ``Stages`` by their clock, and returns all events."""
 
     async def run_all(stages: Stages, **fields: Any) -> list[StudioEvent]:
         stages.set_clock_of(retries, run, patch=monkeypatch)
@@ -40,7 +40,7 @@ def events_of(no_pause: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
 
 @pytest.fixture
 def perform(events_of: Callable[..., Any]) -> Callable[[Stages], Any]:
-    """What comes at the end."""
+    """Return a function that runs a request and returns its last event."""
 
     async def run_to_end(stages: Stages) -> Any:
         return (await events_of(stages))[-1]

@@ -1,4 +1,4 @@
-"""A request on its way through the stages: what is told meanwhile, and what happens when it loses its gang."""
+"""A request passes through the stages: its events, and its retry after a lost gang."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ async def test_a_request_that_ran_for_long_waits_for_room_in_the_next_gang(perfo
 
 
 async def test_a_deadline_goes_on_while_a_gang_is_rebuilt(events_of: Callable[..., Any]) -> None:
-    """The first gang is told that nothing is over, the second what passed on the first."""
+    """The first gang hears that no time has passed, the second the time on the first."""
     stages = Stages([STEP, 7.0, BROKEN], [STEP, DONE])
     await events_of(stages, deadline_s=60.0)
     requests = [args[1] for args in stages.all_sent["denoise"]]
@@ -91,7 +91,7 @@ async def test_a_deadline_goes_on_while_a_gang_is_rebuilt(events_of: Callable[..
 
 
 async def test_a_gang_is_told_what_decoding_will_take(events_of: Callable[..., Any]) -> None:
-    """As the decoder says where the size is new to it, or 0 where nothing is known."""
+    """The decoder says it for a new size; 0 means unknown."""
     for expected_s, told_s in ((None, 0.0), (2.5, 2.5)):
         stages = Stages([STEP, DONE])
         stages.expected_s = expected_s
@@ -100,7 +100,7 @@ async def test_a_gang_is_told_what_decoding_will_take(events_of: Callable[..., A
 
 
 async def test_the_whole_time_begins_when_the_request_came(events_of: Callable[..., Any]) -> None:
-    """What passed on a gang that was lost belongs to it, and to what is predicted of it."""
+    """Time on a lost gang counts, in the prediction too."""
     stages = Stages([STEP, 7.0, BROKEN], [2.0, JobQueued(job_id="j", eta_s=3.0), STEP, DONE])
     stages.expected_s = 0.5
     _, queued, *_, media = await events_of(stages)
@@ -139,7 +139,7 @@ async def test_two_broken_gangs_are_enough(perform: Callable[[Stages], Any]) -> 
 
 
 async def test_a_request_that_never_gets_to_run_is_given_up_in_time(perform: Callable[[Stages], Any]) -> None:
-    """It is not the cause, so it may come again."""
+    """It is not the cause, so it may be sent again."""
     stages = Stages([RECOVERY_DEADLINE_S / 4, WAITED_BESIDE])
     with pytest.raises(ModelUnavailableError, match="no gang ran this request within 180 s"):
         await perform(stages)
@@ -154,7 +154,7 @@ async def test_a_full_queue_is_told_at_once(perform: Callable[[Stages], Any]) ->
 
 
 async def test_lost_objects_are_no_broken_gangs(perform: Callable[[Stages], Any]) -> None:
-    """With two broken gangs the request would be given up, and after one run beside no other."""
+    """After two broken gangs the request would fail, and after one it would run alone."""
     stages = Stages([STEP, LOST], [LOST], [STEP, BROKEN], [STEP, LOST], [STEP, DONE])
     assert isinstance(await perform(stages), Media)
     assert stages.num_attempts == 5
@@ -200,7 +200,7 @@ async def test_the_time_of_the_encoding_is_the_encoders(perform: Callable[[Stage
 
 
 async def test_pictures_go_to_the_encoder_alone() -> None:
-    """In every attempt: what the first encoder made of them may be lost."""
+    """Each attempt sends them: the first encoder's output may be lost."""
     stages = Stages([STEP, LOST], [STEP, DONE])
     request = EDITS.request(model="m", num_pictures=1)
     inputs = InputPictures(pictures=(InputPicture.of(noise(8, 8)),))
@@ -237,7 +237,7 @@ async def test_the_decoder_is_asked_about_new_sizes_alone() -> None:
 
 
 class SetGangs:
-    """Gangs with set answers; the next one is what a single call meets."""
+    """Gangs with set answers; a single call gets the next one."""
 
     def __init__(self, *answers: object, following: Exception | None = None) -> None:
         self.answers, self.following = answers, following
@@ -300,7 +300,7 @@ async def test_an_adapter_is_loaded_on_all_gangs_or_the_next_one(
     ],
 )
 async def test_a_card_has_what_gangs_say_of_their_forwards(answers: tuple[object, ...], forwards: str | None) -> None:
-    """Those of a whole pipeline that is compiled are asked, others not."""
+    """Only gangs of a compiled whole pipeline are queried."""
     gangs, blocks = SetGangs(*answers), SetGangs("eager")
     paths: dict[str, ModelPath] = {"whole": WHOLE, "blocks": "blocks"}
     cards = {

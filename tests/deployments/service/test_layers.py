@@ -1,4 +1,4 @@
-"""All files of a decoded picture reach who asked for it."""
+"""All files of a decoded picture reach the client."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a client is told that its request will take: of the steps by the gang, of the decoding by what was measured."""
+"""A client's predicted time adds the gang's steps and the measured decoding."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ REQUEST = PICTURES.request(model="m", prompt="a red circle")
 
 
 async def all_told(patch: pytest.MonkeyPatch, stages: Stages, *widths: int) -> list[tuple[Queued, Media]]:
-    """What comes first and last, of a request for each width, by the clock of ``stages``."""
+    """Return the first and last event of a request for each width, by the clock of ``stages``."""
     stages.set_clock_of(retries, run, patch=patch)
     handles: Any = {"m": stages}
     studio, told = DeployedStudio({}, handles, Readiness({"m": ()})), []
@@ -38,7 +38,7 @@ async def all_told(patch: pytest.MonkeyPatch, stages: Stages, *widths: int) -> l
 
 
 async def test_a_whole_time_is_predicted_when_all_its_parts_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody knows the first decoding; the others take 0.1 s for as many pixels."""
+    """The first decoding is unknown; the others take 0.1 s for as many pixels."""
     stages = Stages([KNOWN, STEP, DONE], [GUESSED, STEP, DONE], [0.5, KNOWN, STEP, DONE])
     told = await all_told(monkeypatch, stages, REQUEST.width, REQUEST.width, 2 * REQUEST.width)
     assert [queued.eta_s for queued, _ in told] == [None, None, pytest.approx(0.5 + 2.0 + 2 * 0.1)]
@@ -48,7 +48,7 @@ async def test_a_whole_time_is_predicted_when_all_its_parts_are_known(monkeypatc
 async def test_the_first_whole_time_after_a_start_is_predicted_by_what_the_decoder_remembers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a size that was decoded since, by that."""
+    """A size that was decoded since uses that time."""
     stages = Stages([KNOWN, STEP, DONE])
     stages.expected_s = 5.0
     (first, media), (second, _) = await all_told(monkeypatch, stages, REQUEST.width, REQUEST.width)
@@ -57,7 +57,7 @@ async def test_the_first_whole_time_after_a_start_is_predicted_by_what_the_decod
 
 
 async def test_the_ways_from_stage_to_stage_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half a second before the gang hears of the job is over when it is told; of the 1.3 after it, it takes one."""
+    """Half a second before the gang has the job is past by then; of the 1.3 s after it, the gang takes one."""
     stages = Stages([0.5, KNOWN, STEP, 1.3, DONE])
     (_, media), (second, _) = await all_told(monkeypatch, stages, REQUEST.width, REQUEST.width)
     assert media.timings.total_s == pytest.approx(1.8)
@@ -67,8 +67,8 @@ async def test_the_ways_from_stage_to_stage_count(monkeypatch: pytest.MonkeyPatc
 
 @pytest.mark.parametrize("deadline_s", [60.0, None])
 async def test_a_deadline_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, deadline_s: float | None) -> None:
-    """A gang, which knows of steps alone, is told what is over already, and what decoding will take: by the decoder's
-    word, and by what was decoded since."""
+    """The gang, which knows of steps alone, gets the elapsed time and the predicted decoding: by the decoder, and by
+    later measurements."""
     lost = GangBrokenError("rank 1 died", "death", in_flight=True)
     stages = Stages([GUESSED, STEP, 5.0, lost], [GUESSED, STEP, DONE])
     stages.expected_s = 4.0

@@ -1,4 +1,4 @@
-"""How often the controller is asked, and what is answered meanwhile."""
+"""The controller is polled at a limited rate, and answers are cached meanwhile."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_without_a_controller_nothing_has_changed(
 async def test_a_controller_that_does_not_answer_keeps_one_thread_busy(
     controller: Controller, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of those that requests need for other work, of which there are few."""
+    """Requests need these few threads for other work."""
     monkeypatch.setattr(readiness, "ANSWER_DEADLINE_S", 0.02)
     controller.fault = "hangs"
     models = Readiness(MODELS)
@@ -121,7 +121,7 @@ def overview_of(status: str, trigger: str, states: dict[str, int]) -> Deployment
     [
         ("HEALTHY", {"RUNNING": 1}, True),
         ("UNHEALTHY", {"RUNNING": 1, "STARTING": 1}, True),
-        ("HEALTHY", {}, True),  # scaled down to none: a request brings one back
+        ("HEALTHY", {}, True),  # scaled to zero: a request starts a replica
         ("UPSCALING", {"STARTING": 1}, True),
         ("UPDATING", {"RECOVERING": 1}, True),  # it serves, and a new controller does not know yet
         ("UPDATING", {"STARTING": 1}, False),
@@ -139,10 +139,10 @@ def test_which_deployments_take_requests(status: str, states: dict[str, int], ta
 @pytest.mark.parametrize(
     ("status", "trigger", "takes"),
     [
-        ("HEALTHY", "UNSPECIFIED", True),  # the one that was lost is being replaced
+        ("HEALTHY", "UNSPECIFIED", True),  # the lost one is being replaced
         ("UNHEALTHY", "HEALTH_CHECK_FAILED", True),
         ("UNHEALTHY", "REPLICA_STARTUP_FAILED", False),
-        ("DOWNSCALING", "AUTOSCALING", True),  # a request that comes now gets one again
+        ("DOWNSCALING", "AUTOSCALING", True),  # a request that comes now starts one again
         ("UPDATING", "CONFIG_UPDATE_STARTED", False),
         ("DEPLOY_FAILED", "REPLICA_STARTUP_FAILED", False),
     ],

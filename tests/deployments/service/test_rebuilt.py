@@ -1,4 +1,4 @@
-"""When a model that is not ready is expected back, and whether requests may wait for it."""
+"""A model that is not ready has a predicted return, and requests may or may not wait for it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_start_is_expected_to_take_as_long_as_the_one_before(
 
 
 async def test_a_replica_that_was_there_before_tells_nothing_of_starts(controller: Controller, clock: Clock) -> None:
-    """As a new ingress finds it, beside a gang that runs."""
+    """A new ingress finds it like this, beside a running gang."""
     models = Readiness(MODELS)
     assert await settled(models) == {}
     controller.is_running = False
@@ -83,7 +83,7 @@ async def test_a_replica_that_was_there_before_tells_nothing_of_starts(controlle
     [
         ("HEALTHY", "UNSPECIFIED", True),
         ("UNHEALTHY", "HEALTH_CHECK_FAILED", True),
-        ("UPDATING", "CONFIG_UPDATE_STARTED", True),  # so says a new controller
+        ("UPDATING", "CONFIG_UPDATE_STARTED", True),  # a new controller says so
         ("UNHEALTHY", "REPLICA_STARTUP_FAILED", False),
         ("DEPLOY_FAILED", "REPLICA_STARTUP_FAILED", False),
     ],

@@ -1,4 +1,4 @@
-"""Which refusals a request waits out that had been taken before."""
+"""A request that was accepted before waits out some refusals."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_who_comes_first_is_told_at_once(retries: Retries, refusal: QueueFullErr
 
 @pytest.mark.parametrize("refusal", [FULL, WOULD_WAIT])
 def test_who_lost_a_gang_waits_for_the_next_however_many_do(retries: Retries, refusal: QueueFullError) -> None:
-    """All that it had taken come to the new one at one time."""
+    """All of its requests come to the new gang at one time."""
     retries.after(GangBrokenError("rank 1 died", "death", in_flight=True), num_steps_seen=1)
     retries.after_refusal(refusal)
 

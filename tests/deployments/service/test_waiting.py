@@ -1,4 +1,4 @@
-"""Requests that wait for a gang: how many may, for how long, and that none is refused afterwards."""
+"""Requests wait for a gang: their number and time are limited, and none is refused afterwards."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("no_pause")
 async def test_a_request_that_was_kept_waiting_for_a_replica_is_refused_by_none(
     perform: Callable[[Stages], Any],
 ) -> None:
-    """It came before anybody knew that the gang is lost, and the next one has as many as it takes."""
+    """It came before the loss of the gang was known, and the next gang is full."""
     stages = Stages([FULL], [STEP, DONE])
     stages.taken_after_s = HELD_S + 0.1
     assert isinstance(await perform(stages), Media)
@@ -43,7 +43,7 @@ async def test_what_lost_its_gang_is_refused_by_none(perform: Callable[[Stages],
 
 
 class Rebuilt(Readiness):
-    """The gang of each model is lost, and will be there in 30 s."""
+    """The gang of each model is lost, and will return in 30 s."""
 
     def is_bare(self, model: str) -> bool:
         return True
@@ -61,7 +61,7 @@ def rebuilt(stages: Stages, **limits: Any) -> DeployedStudio:
 
 
 async def test_what_waits_for_a_gang_counts_before_it_is_accepted() -> None:
-    """Two may wait: the third is told at once, and when to come, and the others are taken for certain."""
+    """Two may wait: the third is refused at once with a time to retry, and the others are accepted for certain."""
     comes = asyncio.Event()
     stages = Stages([comes, STEP, DONE])
     studio, request = rebuilt(stages, max_jobs=2), PICTURES.request(model="m", prompt="a red circle")

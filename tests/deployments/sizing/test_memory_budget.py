@@ -1,4 +1,4 @@
-"""What ``memory_gib`` chooses, by predicted costs, and how the configuration takes it."""
+"""``memory_gib`` chooses savings by predicted costs, and changes the configuration."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ COUNTED = ModelProfile(
 
 
 def fit(memory_gib: float, num_ranks: int = 1) -> Fit:
-    """A transformer of 12 GiB with an encoder of 9 and a decoder, 28.6 GiB in all on a GPU of this size."""
+    """Return a transformer of 12 GiB, an encoder of 9 and a decoder: 28.6 GiB on a GPU of this size."""
     machine = replace(MACHINE.for_ranks(num_ranks), memory_bytes=int(memory_gib * GIB))
     step = forecast(COUNTED, Workload(lengths=(("image", 4096),)), num_ranks, machine, must_fit=False)
     return Fit(step=step, num_ranks=num_ranks, parts=PARTS, unknown=())
@@ -84,7 +84,7 @@ def test_what_is_chosen_fits_and_less_memory_costs_more(memory_gib: float) -> No
 
 
 def test_blocks_are_offloaded_as_far_as_needed() -> None:
-    """Two buffers stay on the GPU; what copies cost shows once they take longer than a forward."""
+    """Two buffers stay on the GPU; copies cost time once they take longer than a forward."""
     rules = BudgetRules(places=(SHARED,))
     some, every = chosen(24, rules), chosen(20, rules)
     (few,), (many,) = ([one.value for one in budget.savings if "offloaded" in one.key] for budget in (some, every))
@@ -112,7 +112,7 @@ def test_an_encoder_takes_turns_where_both_do_not_fit() -> None:
 
 
 LAYERS = replace(PARTS, layers=8 * GIB, buffers=GIB // 2, prompt=7 * GIB)
-"""The encoder has layers of 8 GiB, of which pictures alone use one."""
+"""The encoder has layers of 8 GiB; pictures alone use one of them."""
 
 
 def with_layers(memory_gib: float) -> Fit:
@@ -120,7 +120,7 @@ def with_layers(memory_gib: float) -> Fit:
 
 
 def test_layers_of_an_encoder_are_in_host_memory_where_that_costs_least() -> None:
-    """A prompt copies the layers that it is encoded with, less what its encoding hides."""
+    """A prompt copies the layers that encode it, less what its encoding hides."""
     budget = choose_savings(with_layers(24), TIMES, 24, ALL)
     assert keys(budget) == ["text_encoder.offloads_layers"]
     copies_s = 7 * GIB / MACHINE.host_bytes_per_s
@@ -164,7 +164,7 @@ def test_loaded_values_that_adapters_change_are_in_host_memory_before_blocks_are
 
 
 def test_layers_stay_where_they_save_nothing() -> None:
-    """An encoder on CPU cores has none, nor has one with two layers, which the buffers would replace."""
+    """An encoder on CPU cores has no saving, nor one with two layers, which the buffers would replace."""
     on_cpu = choose_savings(with_layers(24), TIMES, 24, replace(ALL, places=(ON_CPU,)))
     assert "text_encoder.offloads_layers" not in keys(on_cpu)
     few = replace(fit(24), parts=replace(LAYERS, layers=GIB, buffers=GIB))
@@ -192,7 +192,7 @@ def test_decoder_before_encoder() -> None:
 
 
 def test_an_encoder_of_unknown_size_stays() -> None:
-    """Neither what it saves nor what it costs elsewhere is known."""
+    """Its saving and its cost elsewhere are unknown."""
     unknown = fit(16)
     unknown = replace(unknown, parts=replace(PARTS, encoder=0), unknown=("text_encoder",))
     budget = choose_savings(unknown, replace(TIMES, encode_flops=0.0), 16, ALL)
@@ -267,7 +267,7 @@ def test_a_request_is_predicted_with_the_savings_of_its_model() -> None:
 
 
 def test_ranks_divide_the_weights_where_that_is_cheapest() -> None:
-    """The division is named, since a start on a larger card would choose another one."""
+    """The saving names the division, since a start on a larger card would choose another one."""
     budget = chosen(25, replace(QUANTISING, places=(SHARED,)), num_ranks=2)
     assert "denoiser.strategy" in keys(budget)
     assert not budget.is_lossy

@@ -1,4 +1,4 @@
-"""Stages hide from diffusers what they do without, where they are the first to import it: here other tests want it."""
+"""Let other tests import what stages hide from diffusers when they import it first."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def data_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What decoders measure is kept there, unless a cluster's data directory is set."""
+    """Store measurements of decoders in a temporary folder, unless a cluster's data directory is set."""
     with pytest.MonkeyPatch.context() as patch:
         if "TROUPE_DATA_DIR" not in os.environ:
             patch.setenv("TROUPE_DATA_DIR", str(tmp_path_factory.mktemp("data")))

@@ -1,4 +1,4 @@
-"""From latents to a clip: what is encoded when, and the same bytes as from all frames at once."""
+"""Latents become a clip, encoded in groups with the same bytes as all frames at once."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LATENTS = Parcel.of({})
 
 
 class Decoder:
-    """Decodes ``FRAMES`` one by one, and waits before those of ``waits`` until something is encoded."""
+    """Decodes ``FRAMES`` one by one, and waits before those in ``waits`` until a frame is encoded."""
 
     def __init__(self, waits: tuple[int, ...] = ()) -> None:
         self.waits, self.encoded, self.waited = waits, threading.Event(), list[bool]()
@@ -72,7 +72,7 @@ class SilentDecoder(Decoder):
 
 @pytest.mark.parametrize(("decoder", "is_copied"), [(SilentDecoder, True), (Decoder, False)])
 def test_a_clip_without_a_sound_of_its_own_has_the_one_that_came_along(decoder: Any, *, is_copied: bool) -> None:
-    """No longer than the clip."""
+    """It is cut to the clip's length."""
     whole_s = REQUEST.num_frames / REQUEST.fps
     samples_CT = np.random.default_rng(1).random((2, round(3 * whole_s * 48_000)), np.float32) - 0.5
     sound = InputSound(num_channels=2, rate=48_000, data=samples_CT.tobytes())
@@ -96,7 +96,7 @@ def test_the_thumbnail_is_made_while_later_frames_are_decoded(monkeypatch: pytes
 
 
 def test_clips_wait_for_their_groups_without_taking_their_threads() -> None:
-    """Many at once, in one process: each gets its own."""
+    """Eight clips run in one process: each caller gets its own."""
     stage = ClipFinisher(Decoder(), Workers(1, "decoding"), Workers(2, "writing"))  # type: ignore[arg-type]
     with ThreadPoolExecutor(8) as callers:
         clips = list(callers.map(lambda _: stage.finish(LATENTS, REQUEST), range(8)))

@@ -1,5 +1,4 @@
-"""A picture by a model of clips: from what a client writes, through encoder, steps and decoder, to its file; against
-diffusers' own call with one frame."""
+"""A model of clips makes a picture, from a request to its file, equal to diffusers' own one-frame call."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ SIZE = (48, 32)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its clips and pictures are small, since stages try what is typical of a model."""
+    """Make a model with small clips and pictures, since stages run a model's typical request."""
     folder = tiny_cosmos.cosmos_with_sound(tmp_path_factory.mktemp("clips"))
     own = {"width": 32, "height": 32, "num_frames": 5, "picture_width": SIZE[0], "picture_height": SIZE[1]}
     (folder / "troupe.json").write_text(json.dumps(own))
@@ -49,7 +48,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(folder: Path, **more: object) -> ImageRequest:
-    """What the API makes of a body that says no size."""
+    """Return the API's request for a body without a size."""
     cards = make_cards(config_of({"m": folder}).app)
     fields = {"prompt": PROMPT, "num_inference_steps": STEPS, "seed": SEED, **more}
     resolved = ResolvedRequest(card=choose_card(cards, None, "image"), body=ImageBody.model_validate(fields))
@@ -57,7 +56,7 @@ def asked(folder: Path, **more: object) -> ImageRequest:
 
 
 def made(folder: Path, request: MediaRequest, pictures: ImageRequest) -> tuple[Decoded, bytes]:
-    """The finished picture, and a preview after the first step."""
+    """Return the finished picture, and a preview after the first step."""
     model = ModelConfig(name="m", path=str(folder))
     checkpoint = Checkpoint(folder)
     engine, sampler = TorchEngine(checkpoint.denoiser()), checkpoint.sampler()

@@ -1,4 +1,4 @@
-"""What stages hand to each other, on its way between processes."""
+"""Stages pass values between processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_files_travel_beside_what_is_pickled() -> None:
 
 
 async def test_a_health_check_lasts_until_the_next_one_unless_time_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Serve waits for the first one before it lets requests in."""
+    """Serve waits for the first check before it admits requests."""
     now_s, late_s, slept_s = 0.0, 0.0, list[float]()
 
     async def sleep(delay_s: float) -> None:

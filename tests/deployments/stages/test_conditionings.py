@@ -1,4 +1,4 @@
-"""What an encoder made, given to others who say the same: the same picture, and no encoder at work."""
+"""A cached conditioning gives other requests with the same inputs the same picture, without the encoder."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ MATTERS: dict[str, Any] = {
 
 
 def forwards(encoder: PromptEncoder) -> list[str]:
-    """Grows by a name with each forward of a model of the encoder's."""
+    """Return a list that gets a name with each forward of one of the encoder's models."""
     calls: list[str] = []
     for name, part in vars(encoder._encoder._pipeline).items():
         if isinstance(part, nn.Module):

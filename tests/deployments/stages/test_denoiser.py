@@ -1,4 +1,4 @@
-"""What a denoiser says of a job, around a gang that is not there."""
+"""A denoiser describes a job to a simulated gang."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STEPS = [Progress(job_id="j", step=step, num_steps=2, num_ranks=2) for step in (
 
 
 class Unstarted(Denoiser):
-    """Has ``parts`` in place of what a start makes, and nothing to end: nobody awaits the end of what is forgotten."""
+    """Has ``parts`` in place of a start's results, and nothing to end: a dropped one is not awaited."""
 
     def __init__(self, **parts: Any) -> None:
         vars(self).update(parts)
@@ -43,7 +43,7 @@ async def events_of(*acts: Progress | Exception) -> list[tuple[Any, ...]]:
 async def submitted(
     request: MediaRequest, encoding: Encoded, *acts: Progress | Exception, decode_s: float = 0.0
 ) -> tuple[Job, list[tuple[Any, ...]]]:
-    """The job that reaches the gang, and what becomes of it."""
+    """Return the job that reaches the gang, and its events."""
     jobs: list[Job] = []
 
     async def submit_grouped(job: Job, *, every_s: float) -> AsyncGenerator[tuple[Progress, ...]]:
@@ -106,7 +106,7 @@ async def test_a_job_with_long_references_is_estimated_longer() -> None:
 
 
 async def test_jobs_with_equal_adapters_have_equal_additions() -> None:
-    """In any order, and without those of scale 0; scales differ."""
+    """The order does not matter, and those of scale 0 are left out; scales differ."""
     request = PICTURES.request(model="m", prompt="a")
     one, other, none = Lora(name="one", scale=0.8), Lora(name="two"), Lora(name="none", scale=0.0)
     sets: tuple[tuple[Lora, ...], ...] = ((one, other), (other, none, one), (one,), (replace(one, scale=0.7),), ())
@@ -124,7 +124,7 @@ async def test_a_refusal_is_told_and_not_raised() -> None:
 
 
 class Breaking:
-    """A gang that is well, and breaks once it is waited for."""
+    """A healthy gang that breaks once it is waited for."""
 
     def __init__(self) -> None:
         self.is_broken = False
@@ -141,13 +141,13 @@ class Breaking:
 
 async def test_a_health_check_under_way_fails_as_soon_as_the_gang_breaks() -> None:
     denoiser = Unstarted(_gang=Breaking(), _pace=HealthCheckPace(), _check=None)
-    await denoiser.check_health()  # Serve waits for the first one before it lets requests in
+    await denoiser.check_health()  # Serve waits for the first one before it admits requests
     with pytest.raises(GangBrokenError):
         await denoiser.check_health()
 
 
 async def test_health_checks_that_were_held_up_end_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ray starts no call while a hanging ingress owes an answer; Serve's timeout goes on meanwhile."""
+    """Ray starts no call while a hanging ingress owes an answer; Serve's timeout runs meanwhile."""
     now_s = 100.0
     monkeypatch.setattr(common, "time", SimpleNamespace(monotonic=lambda: now_s))
     gang = Breaking()
@@ -196,7 +196,7 @@ class Slow:
 
 
 async def test_health_checks_that_overlap_share_their_result() -> None:
-    """As after a blocked event loop: Serve gives a check up and sends the next one."""
+    """A blocked event loop causes this: Serve drops a check and sends the next one."""
     gang = Slow()
     denoiser = Unstarted(_gang=gang, _pace=HealthCheckPace(), _check=None)
     checks = [asyncio.ensure_future(denoiser.check_health()) for _ in range(2)]

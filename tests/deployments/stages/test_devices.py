@@ -1,4 +1,4 @@
-"""A decoder on several devices: which they are, and the same pictures and clips."""
+"""A decoder on several devices chooses them, and makes the same pictures and clips."""
 
 from __future__ import annotations
 

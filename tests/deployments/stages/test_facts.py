@@ -1,4 +1,4 @@
-"""The software that what was measured belongs to."""
+"""Measurements belong to a version of the software."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_one_file_as_a_transformer_is_looked_at(folder: Path) -> None:
 
 
 def test_what_the_hub_has_is_the_same_whenever_it_was_downloaded(folder: Path) -> None:
-    """Its cache has links to files that are named by their content."""
+    """Its cache links to files that are named by their content."""
     weights, blobs = folder / "transformer" / "weights.safetensors", folder / "blobs"
     blobs.mkdir()
     weights.rename(blobs / "00ff")

@@ -1,4 +1,4 @@
-"""Nodes share compiled kernels: what one has compiled, another finds."""
+"""Nodes share compiled kernels through a store."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ print(json.dumps({"result": result, **found}))
 
 
 class Bundles:
-    """In place of PyTorch's: nothing is compiled."""
+    """Stands for PyTorch's bundles: nothing is compiled."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.made: tuple[bytes, Any] | None = (b"kernels", None)
@@ -81,7 +81,7 @@ def test_the_first_of_a_part_stores_what_later_ones_load(place: str, bundles: Bu
 def test_encoders_and_decoders_that_compile_nothing_do_not_look(
     part: Literal["text_encoder", "decoder"], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a GPU they are captured, and without ``compile`` they run as they are written."""
+    """On a GPU they are captured, and without ``compile`` they run eagerly."""
     monkeypatch.setattr(kernel_cache, "has_triton", lambda: part == "text_encoder")
     monkeypatch.setattr(kernel_cache, "shared_store", Mock(side_effect=LookupError))
     stage = getattr(MODEL, part)
@@ -98,7 +98,7 @@ def test_encoders_and_decoders_that_compile_nothing_do_not_look(
 
 
 def test_other_settings_have_kernels_of_their_own(place: str, bundles: Bundles) -> None:
-    """Quantised steps find no kernels among those of others, and the second node of each finds its own."""
+    """Quantised steps find no kernels of other settings, and the second node of each finds its own."""
     quantised = MODEL.model_copy(update={"denoiser": replace(MODEL.denoiser, precision="int8")})
     larger = MODEL.model_copy(update={"denoiser": replace(MODEL.denoiser, warm_sizes=(Size(width=64, height=64),))})
     together = MODEL.model_copy(update={"stages": "together"})
@@ -130,7 +130,7 @@ def test_a_process_that_compiles_nothing_stores_nothing(place: str, bundles: Bun
 def test_entries_of_triton_go_to_new_nodes(
     place: str, bundles: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: tuple[bytes, Any] | None
 ) -> None:
-    """PyTorch need not have compiled anything. The second node finds in its own cache what the first one wrote."""
+    """PyTorch need not have compiled anything. The second node finds the first one's entries in its own cache."""
     layout = install_layout(monkeypatch)
     monkeypatch.setattr(kernel_cache, "device_name", lambda device: "GPU")
     bundles.made, key = made, "ab" * 32
@@ -145,7 +145,7 @@ def test_entries_of_triton_go_to_new_nodes(
         assert Path(group["kernel.cubin"]).read_bytes() == b"code"
         assert Path(group["kernel.cubin"]).is_relative_to(tmp_path / node)
     assert bundles.loaded == ([b"kernels"] * 2 if made else [])
-    with shared_kernels(MODEL, "decoder", "cpu"):  # where Triton is not looked at
+    with shared_kernels(MODEL, "decoder", "cpu"):  # Triton is not used here
         pass
     assert layout.get_cache_manager("cd" * 32).get_group("kernel.json") is None
 
@@ -153,7 +153,7 @@ def test_entries_of_triton_go_to_new_nodes(
 def test_a_bundle_is_extended_by_entries_that_it_lacks(
     place: str, bundles: Bundles, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PyTorch's kernels stay as they were stored first, and a bundle that lacks nothing is not written again."""
+    """PyTorch's kernels stay as first stored, and a bundle that lacks nothing is not written again."""
     layout, one, other = install_layout(monkeypatch), "ab" * 32, "cd" * 32
     monkeypatch.setattr(kernel_cache, "device_name", lambda device: "GPU")
     for node, looked_up, found in (
@@ -179,7 +179,7 @@ def test_a_bundle_is_extended_by_entries_that_it_lacks(
 def test_a_bundle_that_cannot_be_read_is_replaced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundles: Bundles
 ) -> None:
-    """Else all later nodes would compile again."""
+    """Otherwise all later nodes would compile again."""
     monkeypatch.setenv("TROUPE_KERNEL_CACHE", str(tmp_path))
     for number in range(3):
         with shared_kernels(MODEL, "decoder", "cpu"):
@@ -193,7 +193,7 @@ def test_a_bundle_that_cannot_be_read_is_replaced(
 def test_a_store_that_fails_for_a_while_keeps_what_it_has(
     place: str, bundles: Bundles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that could not read the choices of others does not replace them by its own."""
+    """A node that could not read others' choices does not replace them by its own."""
     with shared_kernels(MODEL, "decoder", "cpu"):
         pass
     bundles.made = (b"choices of another node", None)
@@ -242,7 +242,7 @@ def test_another_triton_or_a_file_that_is_no_bundle_is_a_warning(
 def test_a_store_that_fails_is_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bundles: Bundles, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """One without its package, a folder that is a file, and a bundle that cannot be read."""
+    """The stores lack a package, have a file in the folder's place, or hold an unreadable bundle."""
     (tmp_path / "file").touch()
     for place in ("unknown://bucket", str(tmp_path / "file")):
         monkeypatch.setenv("TROUPE_KERNEL_CACHE", place)

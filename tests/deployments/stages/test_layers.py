@@ -1,4 +1,4 @@
-"""What an encoder and a decoder make of a request for layers, with the tiny model of a picture's layers."""
+"""Encoder and decoder serve a request for layers, with the tiny model of a picture's layers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_each_layer_is_a_file(folder: Path, decoder: VaeDecoder, format: MediaFo
     assert {(image.format, image.mode) for image in images} == {(format.upper(), "RGBA")}
     layers_FHWC = np.stack([np.asarray(image) for image in images])
     assert layers_FHWC.shape == expected_FHWC.shape == (3, 32, 64, 4)
-    shown = slice(None) if format == "png" else slice(3, None)  # WebP keeps opacity as it is, and no colour
+    shown = slice(None) if format == "png" else slice(3, None)  # WebP keeps opacity exactly, but not colour
     np.testing.assert_array_equal(layers_FHWC[..., shown], expected_FHWC[..., shown])
     preview = Image.open(io.BytesIO(decoder.preview(Parcel.of(latents), request)))
     assert (preview.format, preview.mode, preview.size) == ("PNG", "RGB", (64, 32))

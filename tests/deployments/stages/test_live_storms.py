@@ -1,5 +1,5 @@
-"""Under each policy, sixty streams of which half go away at random moments while a rank is killed: who stays is
-answered right or refused with a reason, and no place stays taken."""
+"""Under each policy, half of sixty streams disconnect at random moments while a rank is killed. The others get the
+right answer or a refusal with a reason, and no place stays taken."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_RUNNING, NUM_WAITING = 3, 60
 NUM_STREAMS, NUM_SEEDS = 60, 5
 COME_WITHIN_S, LEAVE_WITHIN_S, KILL_AT_S = 1.5, 3.0, 2.0
 ENDLESS = {"size": "128x128", "num_inference_steps": 100}
-"""None of these ends before its client has gone."""
+"""No such request ends before its client disconnects."""
 
 
 @pytest.fixture(params=POLICIES)
@@ -46,7 +46,7 @@ def url(request: pytest.FixtureRequest, ray_cluster: None, pictures: Path) -> It
 
 
 async def stayed(client: httpx.AsyncClient, seed: int, reference: bytes) -> bool:
-    """Whether it was answered; its bytes are then right. It may be refused while there is no gang."""
+    """Return whether it was answered, with the right bytes. It may be refused while there is no gang."""
     body = {"prompt": PROMPT, **SMALL, "seed": seed, "stream": True}
     async with client.stream("POST", IMAGES, json=body) as response:
         if response.status_code != httpx.codes.OK:
@@ -59,7 +59,7 @@ async def stayed(client: httpx.AsyncClient, seed: int, reference: bytes) -> bool
 
 
 async def left(client: httpx.AsyncClient, after_s: float) -> None:
-    """Goes away, whatever it was told until then."""
+    """Disconnect, whatever was received until then."""
     body = {"prompt": PROMPT, **ENDLESS, "stream": True}
     with suppress(TimeoutError):
         async with asyncio.timeout(after_s), client.stream("POST", IMAGES, json=body) as response:

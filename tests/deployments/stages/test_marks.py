@@ -1,4 +1,4 @@
-"""Files as a decoder leaves them: with settings, and signed as the configuration says."""
+"""A decoder's files have settings, and are signed as configured."""
 
 from __future__ import annotations
 

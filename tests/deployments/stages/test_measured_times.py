@@ -1,4 +1,4 @@
-"""What decoders and gangs measured, before their last start as well, who shares it, and estimates before it."""
+"""Decoders and gangs remember and share measured times over starts, and use estimates before."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def spec_of(path: Path) -> StageSpec:
 def test_a_decoder_that_starts_again_knows_what_it_took(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By its clock three seconds; a file of another format was never written."""
+    """Its clock says three seconds; no file of another format was ever written."""
     monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
     checkpoint, output = Checkpoint(pictures), Output(format="png")
     request = checkpoint.defaults.request(seed=3)
@@ -66,7 +66,7 @@ def test_a_decoder_that_starts_again_knows_what_it_took(
 
 
 def test_one_slow_decode_corrects_nothing(file: Path) -> None:
-    """As the first of a process may be. Where nothing is known it is what there is, until others tell."""
+    """The first decode of a process may be slow. It counts only until others are measured."""
     times = DecodeTimes(file)
     assert [times.learn(SMALL, seconds) for seconds in (0.5, 0.1, 0.1)] == [True, False, True]
     times.save()
@@ -113,7 +113,7 @@ def test_it_is_written_beside_a_decode_and_not_in_its_time(
 
 
 ESTIMATES = StepEstimates(tokens=(16, 1600), by_size={1: ((0.1, 10.0), (0.2, 20.0)), 2: ((0.08, 8.0), (0.1, 10.0))})
-"""A hundredth of a second a token and less."""
+"""At most a hundredth of a second a token."""
 JOB = Job(job_id="a", request=None, conditioning=None, num_steps=4, shape="shape")
 
 
@@ -135,7 +135,7 @@ def test_a_gang_predicts_what_others_like_it_measured(tmp_path: Path, monkeypatc
     measured.save()
     same = step_times_of(model(max_running_jobs=9, policy="arrival", elastic=True), folder, infos("H200"), None)
     assert same.prediction().step_s(JOB, 2) == 0.07
-    others = (  # the last, since what was measured is kept beside what was estimated
+    others = (  # the last, since measured times are stored beside estimates
         step_times_of(model(), folder, infos("H100"), None),
         step_times_of(model(strategy="ring"), folder, infos("H200"), None),
         step_times_of(model(), folder, infos("H200"), ESTIMATES),
@@ -156,7 +156,7 @@ def test_estimates_grow_with_what_a_step_works_on() -> None:
 
 
 def test_estimates_grow_with_references() -> None:
-    """Pictures, frames of a clip and the sides of either count; latents that are no tokens of a step do not."""
+    """Pictures, frames of a clip and their sides count; latents that are no tokens of a step do not."""
     clip = replace(PICTURES.request(model="m", prompt="a"), num_frames=81)
     prompt = ("prompt_embeds", (1, 7, 4))
     few, many = ((f"refs.{index}", (1, 24, 1, 8, 14)) for index in range(2)), (("refs.0", (1, 24, 1, 16, 28)),)
@@ -169,7 +169,7 @@ def test_estimates_grow_with_references() -> None:
 
 
 def test_what_the_cost_model_says_counts_where_it_was_asked() -> None:
-    """On teams of each size; of 64 tokens of picture and 16 of text."""
+    """Teams have each size, with 64 tokens of picture and 16 of text."""
     request = replace(PICTURES.request(model="m", prompt="a"), width=128, height=128)
     encoded = (("prompt_embeds", (1, 16, 4)),)
     assert estimates_s_of(request, encoded, ESTIMATES) == pytest.approx({1: 0.5, 2: 0.4})

@@ -1,4 +1,4 @@
-"""Pictures on their way to an encoder: as they were, through Serve, and with nothing copied before."""
+"""Pictures reach an encoder unchanged, through Serve, and without an earlier copy."""
 
 from __future__ import annotations
 

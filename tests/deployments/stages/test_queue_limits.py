@@ -1,4 +1,4 @@
-"""Gangs that refuse requests: a full queue, and a wait that is too long."""
+"""Gangs refuse requests if the queue is full, or the wait too long."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def impatient(ray_cluster: None, pictures: Path) -> Iterator[str]:
 
 
 async def test_who_would_wait_too_long_is_refused_until_the_others_are_done(impatient: str) -> None:
-    """Once it is known what steps take."""
+    """This needs known step times."""
     picture(impatient, seed=1)
     body = {"prompt": PROMPT, **SMALL, "seed": 2}
     async with httpx.AsyncClient(base_url=impatient, timeout=TIMEOUT_S) as client:

@@ -1,4 +1,4 @@
-"""What ranks build from a configuration: whole weights or slices, which teams there are, what is prepared."""
+"""Ranks build from a configuration: whole weights or slices, teams, and warm shapes."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_ranks_of_a_gang(pictures: Path, options: dict[str, Any], team_sizes: tu
 
 
 def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]:
-    """The sizes of the engine's teams, and whether a step of 64x64 is warm."""
+    """Return the sizes of the engine's teams, and whether a step of 64x64 is warm."""
     config = DenoiserConfig(num_ranks=2, **options)
     recipes = {"quick": Recipe(attention="fp8")}
     make = LoadRankParts(model=ModelConfig(name="pictures", path=str(folder), denoiser=config, recipes=recipes))
@@ -75,7 +75,7 @@ def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]
 def test_the_adapters_of_recipes_have_run_before_the_first_request(
     pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each mix once and only as recipes have it, and the weights are the loaded ones in the end."""
+    """Each mix runs once, only as recipes have it, and the weights are the loaded ones in the end."""
     files = {name: str(write_lora(pictures, tmp_path / f"{name}.safetensors", seed)) for name, seed in NAMES.items()}
     loras = [LoraSource(path=files["ink"], name="ink"), LoraSource(path=files["oil"], name="oil")]
     model = ModelConfig(
@@ -104,7 +104,7 @@ def test_the_adapters_of_recipes_have_run_before_the_first_request(
 
 
 def test_a_latent_upsampler_is_there_from_the_start_and_sleeps(tmp_path: Path) -> None:
-    """Any request may ask for two passes, also where no recipe does."""
+    """Any request may want two passes, even without such a recipe."""
     held: list[Any] = []
     source = str(tiny_ltx.ltx2_two_stages(tmp_path))
     model = ModelConfig(name="clips", path=source, denoiser=DenoiserConfig(num_ranks=1, strategy="ulysses"))
@@ -114,7 +114,7 @@ def test_a_latent_upsampler_is_there_from_the_start_and_sleeps(tmp_path: Path) -
 
 
 def test_auto_is_decided_once_by_steps_of_the_models_default_size(pictures: Path, tmp_path: Path) -> None:
-    """And found by the gang that is built next: with what the first one kept it times nothing."""
+    """The next gang reads the first one's file and times nothing."""
     (first, again), other = gang(2).run(build_twice, pictures, tmp_path)
     assert (first, again) == other
     strategy, file = first
@@ -137,7 +137,7 @@ def build_twice(folder: Path, data_dir: Path) -> tuple[tuple[str, str], tuple[st
         assert sorted(parts.estimates.by_size) == [1, 2], "of smaller teams, too"
         return str(engine.division.team((0, 1)).spec.name)
 
-    every_way = patch("engines.planner.forecast.TRIAL_MARGIN", 1000.0)  # is timed, however fast this machine is at it
+    every_way = patch("engines.planner.forecast.TRIAL_MARGIN", 1000.0)  # times all, on fast machines too
     with patch.dict(os.environ, {"TROUPE_DATA_DIR": str(data_dir)}), every_way:
         first = strategy()
         (file,) = (data_dir / "strategies").iterdir()
@@ -180,7 +180,7 @@ def test_weights_do_not_wait_for_the_first_kernels_but_the_engine_does(
 
 
 def phases(capfd: pytest.CaptureFixture[str]) -> dict[str, float]:
-    """Return the seconds of the phases that were logged since the last call."""
+    """Return the seconds of the phases logged since the last call."""
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     return {line["phase"]: line["took_s"] for line in lines if "phase" in line}
 

@@ -1,6 +1,6 @@
-"""Two models that take turns: what each gives alone, though a sleeping rank and the arbiter are killed.
+"""Two models take turns and give their results alone, though a sleeping rank and the arbiter are killed.
 
-A third one has its GPUs alone, offloads blocks, and its encoder, whose layers are offloaded, takes turns with its gang.
+A third one has its GPUs alone and offloads blocks. Its encoder, whose layers are offloaded, takes turns with its gang.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GANG_ALONE_GIB = 0.027
 
 
 def config() -> ServeConfig:
-    """Each model fits the memory alone, both together do not. Half of their weights may be pinned."""
+    """Return two models of which one fits the memory, but not both. Half of their weights may be pinned."""
     document = config_of({**MODELS, THREE: FOLDER}).model_dump(mode="json")
     args = document["applications"][0]["args"]
     *sharing, alone = args["models"]
@@ -62,14 +62,14 @@ def url(ray_cluster: None) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def alone() -> dict[tuple[str, int], Any]:
-    """Pixels by model and seed, of the bare pipeline in this process."""
+    """Return pixels by model and seed, of the bare pipeline in this process."""
     models: dict[str, Path] = MODELS
     frames = {seed: bare_frames(models, model=ONE, seed=seed)[0] for seed in range(2)}
     return {(model, seed): frames[seed] for model in models for seed in frames}
 
 
 def assert_as_alone(url: str, alone: dict[tuple[str, int], Any]) -> dict[tuple[str, int], bytes]:
-    """All requests at once; their files."""
+    """Send all requests at once; check and return their files."""
     with ThreadPoolExecutor(len(alone)) as pool:
         asked = {key: pool.submit(picture, url, model=key[0], seed=key[1]) for key in alone}
         made = {key: answer.result() for key, answer in asked.items()}
@@ -104,7 +104,7 @@ def test_a_killed_arbiter_and_a_killed_sleeping_rank_lose_nothing(url: str, alon
 
 
 def test_an_encoder_takes_turns_with_its_gang(url: str, alone: dict[tuple[str, int], Any]) -> None:
-    """Its weights sleep while the gang works, and the gang's while it encodes. A known prompt wakes no encoder."""
+    """Its weights sleep while the gang works, and the gang's while it encodes. A cached prompt wakes no encoder."""
     for seed, num_swaps in ((0, 1), (1, 1)):
         assert_same_picture(pixels_of(picture(url, model=THREE, seed=seed)), alone[ONE, seed])
         assert num_wake_ups(THREE) == num_swaps

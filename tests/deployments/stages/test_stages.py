@@ -1,4 +1,4 @@
-"""Encoders and decoders called from several threads at once, as Serve calls them."""
+"""Encoders and decoders may be called from several threads at once, as by Serve."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ PROMPTS = ("a", "a red circle", "a small blue square at the top")
 @pytest.fixture
 def threads() -> Iterator[ThreadPoolExecutor]:
     interval_s = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)  # so that threads are in each other's way as often as they can be
+    sys.setswitchinterval(1e-6)  # threads interfere with each other as often as possible
     with ThreadPoolExecutor(max_workers=8) as pool:
         yield pool
     sys.setswitchinterval(interval_s)
@@ -68,7 +68,7 @@ def test_prompts_encoded_at_the_same_time_do_not_mix(
 
 
 def tensors(record: Any) -> list[torch.Tensor]:
-    """All tensors of a record, and of the records and dicts in it."""
+    """Return all tensors of a record, and of the records and dicts in it."""
     if isinstance(record, torch.Tensor):
         return [record]
     if is_dataclass(record):
@@ -90,7 +90,7 @@ def test_the_log_names_the_parts_of_a_start(pictures: Path, capfd: pytest.Captur
 
 
 def phases(capfd: pytest.CaptureFixture[str]) -> dict[str, float]:
-    """Return the seconds of the phases that were logged since the last call."""
+    """Return the seconds of the phases logged since the last call."""
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     return {line["phase"]: line["took_s"] for line in lines if "phase" in line}
 

@@ -1,4 +1,4 @@
-"""One line of configuration to a TensorRT engine on the ranks; what TensorRT cannot do is refused when it is read."""
+"""A line of configuration gives TensorRT engines on the ranks; what TensorRT cannot do is refused on reading."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_one_line_is_enough() -> None:
 
 
 class RecordingEngine:
-    """An engine of one rank that notes what it is asked to prepare: tokens, and ranks."""
+    """An engine of one rank that records its warm-ups: tokens, and ranks."""
 
     team_sizes = (1,)
     estimates = None
@@ -124,7 +124,7 @@ def test_options_reach_the_engine_and_nccl_the_environment(tmp_path: Path, monke
     assert given["options"] == TensorRTOptions(weights="constants", cache_dir=tmp_path)
     assert [branches[0].inputs["hidden_states"].shape[1] for branches in given["expected"]] == [64, 32]
     monkeypatch.setattr(nccl, "rank_environment", lambda environment: {"LIBRARIES": environment["LD_LIBRARY_PATH"]})
-    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/this/node")  # read where it is asked, not where it was configured
+    monkeypatch.setenv("LD_LIBRARY_PATH", "/of/this/node")  # read when needed, not when configured
     monkeypatch.setattr(denoiser, "is_on_loopback", lambda: False)
     assert node_environment("tensorrt") == {"LIBRARIES": "/of/this/node"}
     assert node_environment("torch") == {}
@@ -144,7 +144,7 @@ def test_a_rank_without_a_gpu_says_so() -> None:
 
 
 def test_a_rank_refuses_a_model_without_reading_weights() -> None:
-    """There are none in the folder, which would be another error."""
+    """The folder has none, which would be another error."""
     model = model_config(num_ranks=1).model_copy(update={"path": str(PUBLISHED / "Z-Image")})
     with pytest.raises(
         ValueError, match=r"ZImageTransformer2DModel .*, which no TensorRT engine does: .*engine: torch"
@@ -153,7 +153,7 @@ def test_a_rank_refuses_a_model_without_reading_weights() -> None:
 
 
 class Uncaptured:
-    """In a CUDA graph's place."""
+    """Stands for a CUDA graph."""
 
     def __init__(self, step: Callable[[ModelInputs], Tensor], inputs: ModelInputs, pool: object) -> None:
         self._step = step
@@ -162,11 +162,11 @@ class Uncaptured:
         return self._step(inputs)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing."""
 
 
 def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Everything is real but the device: engines are built and kept for SM 8.9, and onnxruntime runs their graphs."""
+    """Only the device is simulated: engines are built and stored for SM 8.9, and onnxruntime runs their graphs."""
     built = []
 
     def runners(config: TensorRTConfig, model: Any, context: Any, target: Target) -> Any:

@@ -1,4 +1,4 @@
-"""Two gangs of one model: requests go where they are done first, not where fewer of them are."""
+"""With two gangs of one model, requests go where they finish first, not to the shorter queue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.deployments.support.live import TIMEOUT_S, config_of, live, stream_of
 
 LONG, SHORT = {"num_inference_steps": 100}, {"num_inference_steps": 4}
 NUM_SHORT = 4
-"""By numbers of requests, at least one of so many would go behind the long one."""
+"""By number of requests, at least one of these would go behind the long one."""
 
 pytestmark = pytest.mark.slow
 

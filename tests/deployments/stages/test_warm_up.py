@@ -1,4 +1,4 @@
-"""What stages do before their first request: what it will do, where it will be done, and nothing that lasts."""
+"""Before the first request stages warm up what they will run, in its threads, with no lasting effect."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Calls = list[tuple[Any, ...]]
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """What was encoded and decoded, as what, and in which thread."""
+    """Return the encodings and decodings, their arguments, and their threads."""
     seen: Calls = []
 
     def watch(owner: Any, name: str, facts: Any) -> None:
@@ -60,7 +60,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.fixture
 def phases(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of the phases whose ends were logged."""
+    """Return the names of the phases whose ends were logged."""
     ended: list[str] = []
     monkeypatch.setattr(logs, "log_phase", lambda phase, took_s, **fields: ended.append(phase))
     return ended
@@ -134,7 +134,7 @@ def test_what_is_captured_has_been_replayed(pictures: Path, compiles: bool, num_
 
 
 def test_a_decoder_of_a_whole_pipeline_starts_with_nothing_to_warm(tmp_path: Path, calls: Calls) -> None:
-    """The rank decodes. Formats are prepared as for other models."""
+    """The rank decodes. Formats are warmed up as for other models."""
     VaeDecoder(spec_of(tiny_whole.pixart_sigma(tmp_path)))
     assert [call[0] for call in calls] == ["encode_frames"] * 3
 
@@ -163,7 +163,7 @@ def test_models_on_small_cards_release_what_the_warm_up_needed(
 def test_stages_on_gpus_prepare_while_nobody_times_steps(
     num_gpus: float, pictures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those on CPUs share them with all that runs anyway."""
+    """Stages on CPUs share them with other work anyway."""
     monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
     was_free: list[bool] = []
 

@@ -1,4 +1,4 @@
-"""A pipeline that runs as a whole: its stages pass values along, its rank has an engine of its own."""
+"""A pipeline that runs as a whole has stages that pass values along, and a rank with its own engine."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_its_card_says_so(folder: Path, pictures: Path) -> None:
 def test_a_rank_compiles_its_pipeline_and_says_so(
     folder: Path, fails: bool, forwards: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The compiler itself is at work in tests/pipelines/test_whole_compiled.py."""
+    """tests/pipelines/test_whole_compiled.py runs the compiler itself."""
     num_calls: list[int] = []
 
     def compiled(forward: Any, **_: Any) -> Any:
@@ -145,7 +145,7 @@ def test_compile_is_for_whole_pipelines(pictures: Path) -> None:
     ],
 )
 def test_what_it_does_not_support_is_said_at_start(folder: Path, settings: dict[str, Any], key: str) -> None:
-    """By ``troupe serve``, and by a rank, before weights are read."""
+    """``troupe serve`` and the rank raise it before weights are read."""
     model = model_of(folder, **settings)
     with separate_rank_resources(), pytest.raises(ValueError, match=rf"{key}.* AuraFlowPipeline runs as a whole"):
         LoadRankParts(model=model)(CONTEXT)

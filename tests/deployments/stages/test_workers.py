@@ -1,4 +1,4 @@
-"""Whose threads do a stage's work."""
+"""A stage's work runs in few threads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SPEC = StageSpec(model=MODEL, stage=MODEL.decoder)
 
 
 def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Else each of Serve's threads would keep the memory of its decodings."""
+    """Otherwise each of Serve's threads would hold the memory of its decodings."""
     decodings, encodings, groups = set[int](), set[int](), set[int]()
 
     def decode(*_: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What the bare pipeline, in this process, makes of a request; and what it takes for two pictures to be the same."""
+"""The bare pipeline's result for a request, in this process, and comparisons of pictures."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def bare_request(models: dict[str, Path], **fields: Any) -> tuple[MediaRequest, 
 
 
 def bare_frames(models: dict[str, Path], **fields: Any) -> NDArray[Any]:
-    """What the bare pipeline, in this process, makes of the same fields."""
+    """Return the bare pipeline's result for the same fields, in this process."""
     request, pictures = bare_request(models, **fields)
     return painted(models[request.model], request, pictures)
 
@@ -45,7 +45,7 @@ def assert_same_picture(one_HWC: NDArray[Any], other_HWC: NDArray[Any], within: 
 
 
 def assert_alike(one: NDArray[Any], other: NDArray[Any]) -> None:
-    """The same but for lossy compression: means over 8x8 pixels are near. Shapes (..., height, width, 3)."""
+    """Check equality up to lossy compression: means over 8x8 pixels are near. Shapes (..., height, width, 3)."""
     assert one.shape == other.shape
     assert np.abs(block_means(one) - block_means(other)).max() < 16
     assert np.abs(block_means(one) - block_means(other[..., ::-1, :])).max() > 16, "the measure sees a mirrored picture"
@@ -64,7 +64,7 @@ def frames_of(data: bytes) -> list[NDArray[Any]]:
 
 
 def begun(request_id: str) -> list[int]:
-    """The ranks on which jobs of the request have begun."""
+    """Return the ranks on which jobs of the request have begun."""
     lines = log_lines("job begins")
     return sorted(line["rank"] for line in lines if line["request_id"].startswith(request_id))
 

@@ -1,4 +1,4 @@
-"""A chat endpoint of OpenAI's form, over real HTTP, that records what it is asked."""
+"""A chat endpoint of OpenAI's form, over real HTTP, that records its requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.patience import PATIENCE_S
 HANGS = 0
 """Status of an endpoint that never answers."""
 HANGS_UP = -1
-"""Status of one that closes the connection."""
+"""Status of an endpoint that closes the connection."""
 
 
 def completion(content: object, finish_reason: str | None = "stop") -> bytes:
@@ -27,7 +27,9 @@ def completion(content: object, finish_reason: str | None = "stop") -> bytes:
 
 @dataclass
 class ChatEndpoint:
-    """Answers with ``status`` and ``content``. ``bodies`` are what it was sent, ``keys`` the Authorization headers."""
+    """Answers with ``status`` and ``content``. ``bodies`` are the requests' bodies, ``keys`` their Authorization
+    headers.
+    """
 
     url: str = ""
     status: int = 200

@@ -1,4 +1,4 @@
-"""The ``troupe`` command: in the test's own process, or as one of its own, with all that it starts."""
+"""The ``troupe`` command: in the test's own process, or in a new one with all its children."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
 SERVING = r"http://[\d.]+:\d+(?= \(docs)"
-"""The URL in what ``troupe serve`` says when it is ready."""
+"""The URL that ``troupe serve`` prints when it is ready."""
 COMMAND = (sys.executable, "-m", "deployments.cli.main")
 COMMAND_S = 3 * PATIENCE_S
-"""A server starts Ray and a dozen processes before it says its address: 10 s alone, 70 s on busy cores. Commands that
-start one for themselves take as long, and their end some seconds more.
+"""A server starts Ray and a dozen processes before it prints its address: 10 s alone, 70 s on busy cores. Commands that
+start one take as long, and their end some seconds more.
 """
 
 
 def troupe(*args: str) -> Result:
-    """In this process, as if it had no cluster of a test's, for a terminal of 200 columns without colours."""
+    """Run the command in this process, without the test's cluster, for a terminal of 200 columns without colours."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray, "is_initialized", lambda: False)
-        patch.setattr(console, "width", 200)  # it looked at the terminal when it was made
+        patch.setattr(console, "width", 200)  # it read the terminal's width when it was made
         return CliRunner().invoke(app, args, env={"COLUMNS": "200", "TERM": "dumb"})
 
 
 def assert_one_line(result: Result, *parts: str) -> None:
-    """A mistake of the user's: no traceback, but one line that names ``parts``."""
+    """Check a user's mistake: no traceback, but one line that names ``parts``."""
     assert result.exit_code == 2, result.output
     line, *others = result.stderr.splitlines()
     assert not others, result.stderr
@@ -70,7 +70,7 @@ class Command:
         own = {"TROUPE_DATA_DIR": str(folder / "data"), "RAY_TMPDIR": str(folder)}
         terminal = {"FORCE_COLOR": "1", "NO_COLOR": "1", "COLUMNS": "200", "TERM": "xterm"}  # live bars, no colours
         with self._log.open("w") as file:
-            # A session of its own, as a shell gives each job.
+            # A session of its own, like a shell's job.
             self._process = subprocess.Popen(
                 [*program, *args],
                 stdout=file,
@@ -78,7 +78,7 @@ class Command:
                 env={**os.environ, **own, **terminal, **env},
                 cwd=cwd,
                 start_new_session=True,
-                # A test run in the background of a script has Ctrl-C ignored, and children inherit that.
+                # A test run in the background of a script ignores Ctrl-C, and children inherit that.
                 preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             )
 
@@ -91,7 +91,7 @@ class Command:
         return self._log.read_text()
 
     def wait_for(self, pattern: str) -> str:
-        """The first match of ``pattern`` in the output."""
+        """Return the first match of ``pattern`` in the output."""
 
         def has_matched_or_ended() -> bool:
             return self._process.poll() is not None or re.search(pattern, self.output) is not None
@@ -102,13 +102,13 @@ class Command:
         return match[0]
 
     def wait(self) -> int:
-        """The exit code of a command that ends by itself, once all its processes are gone."""
+        """Return the exit code of a command that ends by itself, once all its processes are gone."""
         code = self._process.wait(COMMAND_S)
         wait_until(lambda: not self.processes(), "all that it started is gone")
         return code
 
     def interrupt(self, *, again_after_s: float | None = None) -> int:
-        """Ctrl-C as a terminal sends it, to all of the job in front; the exit code, once all processes are gone."""
+        """Send Ctrl-C like a terminal, to the whole foreground job. Return the exit code once all processes end."""
         os.killpg(self._process.pid, signal.SIGINT)
         if again_after_s is not None:
             time.sleep(again_after_s)
@@ -116,26 +116,26 @@ class Command:
         return self.wait()
 
     def terminate(self) -> None:
-        """SIGTERM to the command itself, as service managers send it."""
+        """Send SIGTERM to the command itself, like service managers."""
         self._process.terminate()
 
     def terminate_group(self) -> int:
-        """SIGTERM to all of the command's group, as ``timeout`` and supervisors send it; the exit code at its end."""
+        """Send SIGTERM to the command's group, like ``timeout`` and supervisors. Return the exit code at its end."""
         os.killpg(self._process.pid, signal.SIGTERM)
         return self.wait()
 
     def kill(self) -> None:
-        """SIGKILL to the command itself; returns once all that it started has ended as well."""
+        """Send SIGKILL to the command itself. Return once all its processes have ended as well."""
         self._process.kill()
         self.wait()
 
     def kill_all(self) -> None:
-        """SIGKILL to every process, until there is none."""
+        """Send SIGKILL to every process, until none is left."""
         kill_all_in(self._folder)
         self._process.poll()
 
     def processes(self) -> list[psutil.Process]:
-        """All that it has started and that runs, itself included."""
+        """Return the running processes that it has started, and itself."""
         return processes_in(self._folder)
 
 
@@ -147,7 +147,7 @@ def command(
     program: tuple[str, ...] = COMMAND,
     cwd: Path | None = None,
 ) -> Iterator[Command]:
-    """``troupe ARGS``, or another program, in ``cwd``; whatever is left of it at the end is killed."""
+    """Run ``troupe ARGS``, or another program, in ``cwd``; kill what is left of it at the end."""
     running = Command(*args, folder=folder, env=env, program=program, cwd=cwd)
     try:
         yield running
@@ -157,7 +157,7 @@ def command(
 
 @contextmanager
 def short_folder() -> Iterator[Path]:
-    """A folder for a cluster of its own: sockets lie in it, and their paths may have 107 characters."""
+    """Yield a folder for a cluster of its own: sockets are in it, and their paths may have 107 characters."""
     with tempfile.TemporaryDirectory(prefix="troupe_", dir="/tmp", ignore_cleanup_errors=True) as path:
         yield Path(path)
 

@@ -1,4 +1,4 @@
-"""A cluster of fake nodes (``benchmarks.serving.fake_nodes``), and what its processes logged."""
+"""A cluster of fake nodes (``benchmarks.serving.fake_nodes``), and its processes' logs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class FakeNodes(FakeCluster):
         return [line["pids"] for line in self.logged("gang is ready") if line["model"] == model]
 
     def busy_nodes(self) -> set[str]:
-        """Return the nodes that have ranks which have begun a job."""
+        """Return the nodes whose ranks have begun a job."""
         names = [name for name, text in log_texts(self.logs).items() if '"job begins"' in text]
         pids = {int(name.rsplit("-", 1)[1]) for name in names}
         return {node_id for pid, node_id in self.nodes_of_ranks().items() if pid in pids}
 
     def lost_requests(self) -> list[dict[str, Any]]:
-        """Return the log lines of requests that were run again, or given up, since their gang was lost."""
+        """Return the log lines of requests that were retried, or dropped, after losing their gang."""
         return [line for line in self.logged("request ") if "lost its gang" in line["message"]]
 
 

@@ -1,4 +1,4 @@
-"""A studio without models: draws flat pictures whose colour is the seed, with the manners of the real one."""
+"""A service without models: draws flat pictures whose colour is the seed, and behaves like the real one."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipelines.request import NO_PICTURES, InputPictures, Lora, MediaRequest
 
 ETA_S = 20.0
 STEPS_S, DECODE_S = 0.1, 7.0
-"""What is predicted for the rest of the steps after each, and for decoding."""
+"""Predicted time for the rest of the steps after each, and for decoding."""
 GPU_S = 1.5
 CREATED_S = 1_763_690_000
 PICTURES = Defaults(
@@ -92,16 +92,16 @@ BEGUN_CLIPS = replace(CLIPS, width=64, height=64, max_pictures=1, takes_frame_in
 
 @dataclass
 class FakeStudio:
-    """``step_s`` is how long a step takes; where there are ``permits``, a step waits for one as well. ``before`` runs
-    first in each request, ``at_step`` in each step.
+    """``step_s`` is the time of a step; with ``permits`` a step needs one as well. ``before`` runs first in each
+    request, ``at_step`` in each step.
 
-    Both may raise. Of the models that are not ready for ``reasons`` requests may wait for those that are ``rebuilt``.
-    Without ``knows_times`` nothing was measured yet, without ``same_bytes`` gangs are elastic.
-    ``performed`` are the requests that came, ``inputs`` what came along with each, ``closed`` the ids of those closed
-    before their end. ``on_load`` runs before an adapter is ``loaded``, and may raise. ``takes_pictures``: two more
-    models do; ``takes_apart``: one takes them apart; ``makes_both``: one makes clips and pictures; ``only_inpaints``:
-    one needs a mask. ``takes_clips``: two more take a clip, one to change it and one to go on from it;
-    ``takes_control``: one follows a control picture. ``defaults``: of further models, or of these in another way.
+    Both may raise. Models in ``reasons`` are not ready; requests may wait for those in ``rebuilt``. Without
+    ``knows_times`` nothing was measured yet, without ``same_bytes`` gangs are elastic. ``performed`` are the requests,
+    ``inputs`` their inputs, ``closed`` the ids of those closed before their end. ``on_load`` runs before an adapter is
+    ``loaded``, and may raise. ``takes_pictures``: two more models do; ``takes_apart``: one splits them into layers;
+    ``makes_both``: one makes clips and pictures; ``only_inpaints``: one needs a mask. ``takes_clips``: two more take a
+    clip, one to change it and one to continue it; ``takes_control``: one follows a control picture. ``defaults``: of
+    further models, or other ones for these.
     """
 
     step_s: float = 0.005
@@ -167,7 +167,7 @@ class FakeStudio:
         }
 
     def permit(self, num_steps: int = 1) -> None:
-        """Lets steps be taken that wait for it."""
+        """Release steps that wait for a permit."""
         assert self.permits is not None
         for _ in range(num_steps):
             self.permits.release()
@@ -255,7 +255,7 @@ def picture(request: MediaRequest, output: Output) -> bytes:
 
 
 def layer(request: MediaRequest, output: Output, number: int) -> bytes:
-    """The more transparent, the higher it lies."""
+    """Return a layer's file; higher layers are more transparent."""
     file = io.BytesIO()
     Image.new("RGBA", (request.width, request.height), (*colour(request.seed), 255 - number)).save(
         file, output.format, lossless=True
@@ -277,7 +277,7 @@ def clip(request: MediaRequest) -> bytes:
 
 
 class FailingStudio(FakeStudio):
-    """Raises each of ``failures`` once, as a gang that does not take the request, then works."""
+    """Raises each of ``failures`` once, like a gang that refuses the request, then works."""
 
     def __init__(self, *failures: Exception) -> None:
         super().__init__()

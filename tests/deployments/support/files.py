@@ -1,4 +1,4 @@
-"""Files of pictures, made as others make them."""
+"""Make files of pictures like other programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server of Google's storage API of the tests' own (gcp-storage-emulator), and the environment that leads to it."""
+"""A server of Google's storage API for tests (gcp-storage-emulator), and the environment with its address."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def missing() -> list[str]:
 
 
 def environment(endpoint: str) -> Mapping[str, str]:
-    """Return the variables that lead to the server. It has no API that tells the type of a bucket."""
+    """Return the variables with the server's address. It has no API for the type of a bucket."""
     return {"STORAGE_EMULATOR_HOST": endpoint, "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false", "NO_GCE_CHECK": "true"}
 
 
 @contextmanager
 def server() -> Iterator[str]:
-    """The URL of a server on a free port of this machine."""
+    """Yield the URL of a server on a free port of this machine."""
     from gcp_storage_emulator.server import create_server
 
     server: Any = create_server("127.0.0.1", 0, in_memory=True)

@@ -1,4 +1,4 @@
-"""The whole application under test: its configs, what its clients see, and its processes and logs."""
+"""The whole application under test: its configs, its clients' view, and its processes and logs."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ from tests.support.processes import cmdline
 
 T = TypeVar("T")
 TIMEOUT_S = 2 * PATIENCE_S
-"""An answer may wait for 59 others, for a gang that is rebuilt, or for its first node: up to 50 s on busy cores."""
+"""An answer may wait for 59 others, for a gang's rebuild, or for its first node: up to 50 s on busy cores."""
 POLL_S, LATEST_POLL_S = 0.05, 0.5
 LOOKS_TO_PAUSE = 4
-"""How many times as long as the last look the pause before the next one is."""
+"""Ratio of the pause before the next look to the duration of the last one."""
 IMAGES = "/v1/images/generations"
 PROMPT = "a red circle"
 SMALL = {"size": "64x64", "num_inference_steps": 8}
-"""What a picture is like unless its test says otherwise: the shipped models' own defaults take five times as long."""
+"""A picture's default fields here: the shipped models' own defaults take five times as long."""
 
 
 def config_of(models: Mapping[str, Path], *, api: Mapping[str, Any] | None = None, **denoiser: Any) -> ServeConfig:
-    """``models`` (name to folder), each with two CPU ranks; ``denoiser`` goes to all of their gangs.
+    """Return ``models`` (name to folder), each with two CPU ranks; ``denoiser`` goes to all of their gangs.
 
-    Nothing stands by for a gang that breaks: these applications end before one could.
+    No warm worker replaces a gang that breaks: these applications end before one could.
     """
     gang = {"num_ranks": 2, "cpus_per_rank": 0.1, "strategy": "ulysses", "engine": "torch"}
     gang |= {"ping_deadline_s": 30.0, **denoiser}  # ranks may wait for a core
@@ -59,21 +59,21 @@ def config_of(models: Mapping[str, Path], *, api: Mapping[str, Any] | None = Non
 
 @contextmanager
 def live(config: ServeConfig) -> Iterator[str]:
-    """The URL of the running application; nothing of it is left in the session's cluster afterwards."""
+    """Yield the URL of the running application, and check that nothing of it is left in the session's cluster."""
     before = num_placement_groups()
     with running(config) as url:
         yield url
     wait_until(lambda: not footprint() and num_placement_groups() <= before, "the application is gone")
 
 
-# What clients see.
+# The clients' view.
 
 
 @asynccontextmanager
 async def stream_of(
     client: httpx.AsyncClient, body: Mapping[str, Any]
 ) -> AsyncGenerator[AsyncGenerator[dict[str, Any]]]:
-    """The events of a streamed picture from its first step on, every step among them. Leaving the block hangs up."""
+    """Yield the events of a streamed picture from its first step on, with every step. Leaving the block hangs up."""
     wanted = {"prompt": PROMPT, **SMALL, "stream": True, "stream_progress": True, **body}
     async with client.stream("POST", IMAGES, json=wanted, timeout=TIMEOUT_S) as response:
         if response.status_code != httpx.codes.OK:
@@ -90,7 +90,7 @@ async def _events(response: httpx.Response) -> AsyncGenerator[dict[str, Any]]:
 
 
 async def streamed(client: httpx.AsyncClient, **body: Any) -> bytes:
-    """The finished picture of a stream."""
+    """Return the finished picture of a stream."""
     async with stream_of(client, body) as events:
         async for event in events:
             last = event
@@ -103,14 +103,14 @@ def finished(event: Mapping[str, Any]) -> bytes:
 
 
 def picture(url: str, **body: Any) -> bytes:
-    """The finished picture of a request that is not streamed."""
+    """Return the finished picture of a request that is not streamed."""
     response = httpx.post(f"{url}{IMAGES}", json={"prompt": PROMPT, **SMALL, **body}, timeout=TIMEOUT_S)
     assert response.status_code == httpx.codes.OK, response.text
     return base64.b64decode(response.json()["data"][0]["b64_json"])
 
 
 def pixels_of(data: bytes) -> NDArray[Any]:
-    """uint8, shape (height, width, 3)."""
+    """Return uint8, shape (height, width, 3)."""
     return np.asarray(Image.open(io.BytesIO(data)).convert("RGB"))
 
 
@@ -123,9 +123,9 @@ def is_healthy(url: str) -> bool:
 
 @contextmanager
 def asked_for(url: str, pictures: Sequence[bytes], *, num_clients: int = 1, **body: Any) -> Iterator[None]:
-    """``num_clients`` ask meanwhile for ``pictures``, by seed, one after the other. Each answer must be the same again.
+    """Let ``num_clients`` request ``pictures`` in turn, by seed, during the block. Each answer must be the same again.
 
-    They stop with the block, when what was asked for is there.
+    They stop after the block, once their answers have come.
     """
     enough = threading.Event()
 
@@ -146,11 +146,11 @@ def asked_for(url: str, pictures: Sequence[bytes], *, num_clients: int = 1, **bo
         client.result()
 
 
-# What the machine sees.
+# The machine's view.
 
 
 def footprint() -> Counter[str]:
-    """Processes of the application by what they run, and under ``ports`` the sockets that its gangs listen on."""
+    """Count the application's processes by kind, and under ``ports`` the sockets on which its gangs listen."""
     found: Counter[str] = Counter()
     for process in psutil.Process().children(recursive=True):
         try:
@@ -166,22 +166,22 @@ def footprint() -> Counter[str]:
 
 
 def replica_pid(deployment: str) -> int:
-    """Of the newest replica of ``deployment``."""
+    """Return the pid of the newest replica of ``deployment``."""
     title = f"ray::ServeReplica:troupe:{deployment}"
     pids: list[int] = [one.pid for one in psutil.Process().children(recursive=True) if title_of(one).startswith(title)]
     return max(pids)
 
 
 def title_of(process: psutil.Process) -> str:
-    """What a process calls itself; empty for one that has ended, or is about to."""
+    """Return the title of a process; empty for one that has ended, or is about to."""
     return (cmdline(process) or [""])[0]
 
 
 def log_lines(message: str, logs: Path | None = None) -> list[dict[str, Any]]:
-    """Structured log lines of all processes of the session whose message begins with ``message``, by time.
+    """Return the structured log lines of all processes of the session that begin with ``message``, by time.
 
-    ``log_pid`` is the process that wrote the line.
-    ``logs`` is the session's folder of logs; by default that of the cluster that this process is connected to.
+    ``log_pid`` is the process that wrote the line. ``logs`` is the session's folder of logs; by default that of the
+    cluster that this process is connected to.
     """
     logs = logs or Path(ray.nodes()[0]["ObjectStoreSocketName"]).parents[1] / "logs"  # type: ignore[no-untyped-call]
     found = []
@@ -194,9 +194,9 @@ def log_lines(message: str, logs: Path | None = None) -> list[dict[str, Any]]:
 
 
 def log_texts(logs: Path) -> dict[str, str]:
-    """What the processes of a session wrote, by the name of its file, which holds the process id.
+    """Return the text of each log of a session by file name, which holds the process id.
 
-    Ray moves the files of processes that have ended to ``old`` when there are many; in this order none is missed.
+    Ray moves the files of ended processes to ``old`` when there are many; in this order none is missed.
     """
     texts = {}
     for folder in (logs, logs / "old"):
@@ -207,16 +207,16 @@ def log_texts(logs: Path) -> dict[str, str]:
 
 
 def rank_pids(model: str) -> list[int]:
-    """Process ids of the gang that serves ``model`` now, by rank."""
+    """Return the pids of the gang that serves ``model`` now, by rank."""
     pids: list[int] = [record["pids"] for record in log_lines("gang is ready") if record["model"] == model][-1]
     return pids
 
 
 def wait_until(holds: Callable[[], T], what: str, *, at_once: bool = False, patience_s: float = PATIENCE_S) -> T:
-    """Returns what holds once ``holds()`` does; AssertionError after ``patience_s``.
+    """Return the result of ``holds()`` once it is true. Raise AssertionError after ``patience_s``.
 
-    What takes long to look at is looked at less often, so that what is waited for has the cores; ``at_once``: it is
-    not, for what holds for a moment only.
+    Slow checks run less often, so that the awaited work has the cores. With ``at_once`` they do not, for conditions
+    that hold for a moment only.
     """
     end_s = time.monotonic() + patience_s
     while True:

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the tests' own: from the system's package, or else from a wheel of the dev extra."""
+"""A PostgreSQL server for tests: from the system's package, or else from a wheel of the dev extra."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = f"-c listen_addresses='' -c unix_socket_directories={{folder}} {QUICK}
 
 
 def program(name: str) -> Path | None:
-    """Debian keeps PostgreSQL's programs off the path, one folder a version."""
+    """Find a program of PostgreSQL; Debian keeps them off the path, one folder a version."""
     spec = importlib.util.find_spec(WHEEL)
     wheels = [] if spec is None or spec.origin is None else [Path(spec.origin).parent / "pginstall" / "bin" / name]
     system = sorted(Path("/usr/lib/postgresql").glob(f"*/bin/{name}"))[-1:]
@@ -34,13 +34,13 @@ def program(name: str) -> Path | None:
 
 
 def run(user: str | None, *command: object) -> None:
-    # Not subprocess's own "user": it forks the whole process for that, which Linux refuses after tests of large models.
+    # Not subprocess's own "user": it forks the whole process, which Linux refuses after tests of large models.
     words = (["runuser", "-u", user, "--"] if user else []) + [str(word) for word in command]
     subprocess.run(words, check=True, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def other_user() -> str | None:
-    """The user to run the server as: PostgreSQL refuses to run as root."""
+    """Return the user to run the server as: PostgreSQL refuses to run as root."""
     if os.getuid() != 0:
         return None
     names = {entry.pw_name for entry in pwd.getpwall()}
@@ -49,7 +49,7 @@ def other_user() -> str | None:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """The URL of a server that listens on a socket in a folder of its own, and on no port."""
+    """Yield the URL of a server that listens on a socket in its own folder, and on no port."""
     folder, user = Path(tempfile.mkdtemp(prefix="troupe-pg-", dir="/tmp")), other_user()
     if user:
         shutil.chown(folder, user)
@@ -64,7 +64,7 @@ def server() -> Iterator[str]:
 
 
 async def empty(url: str) -> None:
-    """Delete all rows, or all tables unless they are those of this version: making them takes longer."""
+    """Delete all rows, or all tables of another version: making tables takes longer."""
     engine = create_async_engine(url.replace("postgresql://", "postgresql+asyncpg://"))
     statements = ["DROP SCHEMA public CASCADE", "CREATE SCHEMA public"]
     async with engine.begin() as connection:

@@ -1,4 +1,4 @@
-"""An S3 server of the tests' own (moto's), and the environment in which it is the one that is used."""
+"""An S3 server for tests (moto's), and the environment that selects it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def environment(endpoint: str) -> Mapping[str, str]:
 
 @contextmanager
 def server() -> Iterator[str]:
-    """The URL of a server on a free port of this machine."""
+    """Yield the URL of a server on a free port of this machine."""
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     host, port = server.get_host_and_port()
@@ -41,7 +41,7 @@ def make_bucket(endpoint: str, name: str) -> None:
 
 
 class Line:
-    """A way to ``endpoint`` that can be cut, with all connections on it, and mended."""
+    """A connection to ``endpoint`` that can be cut, with all its streams, and restored."""
 
     def __init__(self, endpoint: str) -> None:
         self._target, self._port, self._writers = urlsplit(endpoint), 0, list[StreamWriter]()

@@ -1,4 +1,4 @@
-"""Time that a test sets, and keys with limits."""
+"""A clock that a test sets, and keys with limits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two replicas of the API with one keeper: limits hold for both together, whichever of the three dies."""
+"""Two replicas of the API share one keeper: limits hold for both together, whichever of the three dies."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ async def settled(*replicas: Accounts) -> None:
 
 
 async def begin(accounts: Accounts, num_clips: int = 0) -> None:
-    """A picture of MINE that ends at once."""
+    """Take a picture of MINE that ends at once."""
     async with accounts.taken(MINE, 1, num_clips):
         pass
 
@@ -175,7 +175,7 @@ async def test_a_new_keeper_hears_what_is_under_way_and_was_used(pair: Pair, lin
 async def test_a_new_keeper_hears_from_a_replica_that_nobody_calls(
     pair: Pair, line: Line, clock: SetTime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Until what it has used is older than a minute."""
+    """The replica reports until its usage is older than a minute."""
     monkeypatch.setattr(accounts_module, "RENEW_S", 0.01)
     first, second = pair
     first.charge(MINE, "m", 10.0)
@@ -213,7 +213,7 @@ async def test_a_new_keeper_hears_of_what_waits_while_other_keys_are_busy(
 
 
 async def test_what_is_on_its_way_to_a_keeper_that_dies_counts_once(pair: Pair, line: Line, clock: SetTime) -> None:
-    """It is told to the next one, which may have heard all by then."""
+    """The next keeper gets it again, and may have all reports by then."""
     first, _ = pair
     on_its_way, dies = asyncio.Event(), asyncio.Event()
 

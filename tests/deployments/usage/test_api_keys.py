@@ -1,4 +1,4 @@
-"""Keys of a file that changes, and what is known of them."""
+"""Keys come from a file that changes, and have limits and names."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from deployments.usage.api_keys import KeyRing, read_keys
 
 
 class Watched:
-    """A ring whose clock a test sets, and its file."""
+    """A ring of keys with a clock that a test sets, and its file."""
 
     def __init__(self, file: Path, text: str) -> None:
         self.now_s = 0.0

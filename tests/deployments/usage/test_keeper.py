@@ -1,4 +1,4 @@
-"""Reservations that wait for room at the keeper, while their replica withdraws them or asks again."""
+"""Reservations wait for room at the keeper, while their replica withdraws or repeats them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMITS = (KeyLimits(key=MINE[:8], max_concurrent=2),)
 
 @pytest.fixture
 def keeper(monkeypatch: pytest.MonkeyPatch, clock: SetTime) -> AccountKeeper:
-    """One that waits for room as long as it takes."""
+    """Return a keeper with an unlimited wait for room."""
     monkeypatch.setattr(keepers, "GRACE_S", PATIENCE_S)
     return AccountKeeper(LIMITS, clock)
 
@@ -56,7 +56,7 @@ async def test_a_call_that_is_repeated_while_the_first_waits_is_granted_once(
 
 
 async def test_a_late_report_changes_nothing(keeper: AccountKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was overtaken does not end what was granted since, nor bring back what has ended."""
+    """A late report neither ends later grants nor restores what has ended."""
     monkeypatch.setattr(keepers, "GRACE_S", 0.0)
     assert await keeper.reserve("first", MINE, told(2, ("held",), held=2), "held", 0) is None
     await keeper.report("first", {MINE: told(1)})

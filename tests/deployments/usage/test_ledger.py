@@ -1,4 +1,4 @@
-"""What keys use is in the database: over restarts, through all replicas, and once each."""
+"""Usage of keys is in the database: over restarts, through all replicas, and once each."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ async def test_what_is_used_is_written_without_being_asked(database: Database) -
 async def test_a_write_that_fails_is_repeated_and_counts_once(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if it had been made, and only its answer was lost."""
+    """This holds if it had been made, and only its answer was lost."""
     monkeypatch.setattr(ledgers, "RETRY_S", 0.01)
     accounts, failures, write = accounts_in(database), 2, UsageLedger._write
 

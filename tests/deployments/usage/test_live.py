@@ -1,4 +1,4 @@
-"""Two replicas of the API of a running application: what one key may have, it may have of both together."""
+"""With two replicas of the API of a running application, a key's limit is for both together."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ MAX_CONCURRENT = 3
 NUM_AT_ONCE = 16
 NUM_REPLICAS = {"Accounts": 1, "Ingress": 2}
 LONG = {"num_inference_steps": 100, "size": "256x256"}
-"""Goes on while all others are refused, also by a replica that has just started: 16 times as many tokens as usual."""
+"""Runs while all others are refused, also by a replica that has just started: 16 times the usual tokens."""
 NUM_LOOKS = 8
-"""More than enough to hear both replicas."""
+"""More than enough to reach both replicas."""
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def usage(url: str) -> dict[str, Any]:
 
 
 def figures(url: str) -> set[tuple[int, float]]:
-    """What the replicas say, whichever answers."""
+    """Return the figures of all replicas."""
     return {(one["num_requests"], one["gpu_seconds"]) for one in (usage(url) for _ in range(NUM_LOOKS))}
 
 

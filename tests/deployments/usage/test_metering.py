@@ -1,4 +1,4 @@
-"""What a request costs its key, and counts in metrics, however it ends."""
+"""A request is charged to its key and counted in metrics, however it ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ BROKEN = GangBrokenError("rank 1 died", "death", in_flight=True)
 
 
 class Metered:
-    """A studio of one model, which no other test counts, whose stages do what ``acts`` say; and its accounts."""
+    """A service of one model of its own, whose stages act as in ``acts``; and its accounts."""
 
     def __init__(self, *acts: list[Act]) -> None:
         self.model, self.accounts = f"metered-{uuid4().hex}", Accounts()
@@ -52,7 +52,7 @@ class Metered:
         return {name: number for name, number in outcomes.items() if number}
 
     async def perform(self, *, leaves_at: int | None = None, **fields: Any) -> list[StudioEvent]:
-        """Return the events of a request, which its client leaves ``leaves_at`` a step, until all of it is charged."""
+        """Return the events of a request, whose client leaves after step ``leaves_at``, once all of it is charged."""
         request = PICTURES.request(model=self.model, prompt="a red circle")
         request = replace(request, key=KEY, service_tier="flex", **fields)
         got: list[StudioEvent] = []
@@ -73,7 +73,7 @@ class Metered:
         return got
 
     async def charged(self) -> tuple[int, float]:
-        """Return finished requests and GPU-seconds of the key, on which its limit is, and which metrics show."""
+        """Return finished requests and GPU-seconds of the key, equal to its limit's balance and the metrics."""
         balance = await self.accounts.used(KEY)
         assert balance.gpu_s == balance.last_minute_s == self.value("gpu_seconds_total", key=KEY)
         return balance.num_requests, balance.gpu_s
@@ -129,7 +129,7 @@ async def test_what_becomes_of_a_deadline(
     ],
 )
 async def test_a_client_that_leaves_pays_what_ranks_have_done_by_then(told: Any, expected_s: float) -> None:
-    """One gang of several has the job, and knows of steps that were under way. If none says, what was told counts."""
+    """One gang of several has the job, and knows of running steps. Without an answer the reported time counts."""
     metered = Metered([*STEPS, asyncio.Event()])
     metered.stages.spent_s = told
     await metered.perform(leaves_at=3)

@@ -1,4 +1,4 @@
-"""Limits of keys: what is counted, when one is reached, and until when."""
+"""Limits of keys: the counted work, when one is reached, and until when."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def test_what_nobody_asks_for_is_forgotten(clock: SetTime) -> None:
 
 
 def test_a_statement_counts_by_its_age() -> None:
-    """Its times are by no process's clock."""
+    """Its times belong to no process's clock."""
     first, second = Account(since=7), Account(since=3)
     first.charge(4.0, 1000.0, is_finished=True)
     second.charge(5.0, 20.0, is_finished=True)

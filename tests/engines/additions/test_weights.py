@@ -1,4 +1,4 @@
-"""Sums of weights and low-rank products: how they are rounded, and what shares of a weight get."""
+"""Sums of weights and low-rank products are rounded once, and shares of a weight get theirs."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_is_there_already_is_not_written_again() -> None:
 
 
 def test_a_weight_that_moves_is_followed() -> None:
-    """Layers that are stacked become views of the stack, after they were held."""
+    """Stacked layers become views of the stack after the switch has taken hold of them."""
     layer = linear()
     switch = switch_of(layer)
     base = layer.weight.clone()
@@ -209,11 +209,11 @@ def test_every_precision_takes_what_is_merged_and_what_is_switched(precision: st
 
 
 Table = dict[str, Addition]
-"""Additions that come and go."""
+"""Additions that are loaded and removed."""
 
 
 def test_additions_come_and_go_in_all_shares() -> None:
-    """The shares are views of one memory, so what one applies another must be able to undo."""
+    """The shares are views of one memory, so each must be able to undo what another applied."""
     layer, table = linear(), Table(one=ADDITIONS["one"])
     switch, base = WeightSwitch(table, grows=True), layer.weight.clone()
     for share in ("whole", "view"):
@@ -245,7 +245,7 @@ def test_additions_come_and_go_in_all_shares() -> None:
 
 
 def test_weights_are_written_only_for_additions_that_they_have() -> None:
-    """Else a step would take longer than its scheduler knows, since an adapter of other requests came or went."""
+    """Otherwise another request's new or removed adapter would make a step take longer than its scheduler knows."""
     layer, table = linear(), Table()
     switch, base = WeightSwitch(table, grows=True), layer.weight.clone()
     switch.hold("m", "whole", layer, {}, loaded=dict(layer.named_parameters()))
@@ -327,7 +327,7 @@ def test_changes_of_weights_are_timed_and_steps_without_one_are_not(monkeypatch:
 
 
 def test_a_module_that_no_addition_changes_has_no_changes_to_time() -> None:
-    """Such as one of two transformers: a change that takes no time would lower the median."""
+    """One of two transformers may be such a module: changes of no duration would lower the median."""
     times, layer = rank_resources().get(SwitchTimes), linear()
     times.forget()
     switch = WeightSwitch(ADDITIONS)
@@ -414,7 +414,7 @@ def wide_switch(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FACTORS)
 def test_sums_on_a_gpu_are_rounded_as_exact_ones_are(name: str) -> None:
-    """Sums in the middle of two numbers may differ, by as much as errors in float32: 1 % of all at most."""
+    """Sums near the middle of two numbers may differ by float32 errors: 1 % of all at most."""
     layer, low_ranks = wide_linear(), wide_low_ranks(FACTORS[name])
     base, switch = layer.weight.clone(), wide_switch(layer, low_ranks)
     for mix in WIDE_MIXES:
@@ -432,7 +432,7 @@ def test_sums_on_a_gpu_are_rounded_as_exact_ones_are(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", FACTORS)
 def test_what_a_gpu_switches_has_the_bits_of_what_it_merges(name: str) -> None:
-    """Also with loaded values on the host, in a rank's share, in a quantised layer and in a float8 GEMM."""
+    """This holds with loaded values on the host, a rank's share, a quantised layer and a float8 GEMM."""
     low_ranks = wide_low_ranks(FACTORS[name])
     plain, hosted, share, replaced, holder = (wide_linear() for _ in range(5))
     share.weight = nn.Parameter(share.weight[:, 512:].contiguous(), requires_grad=False)

@@ -1,4 +1,4 @@
-"""What is estimated between the numbers of tokens for which the cost model was asked, and beyond them."""
+"""Step times are estimated between the numbers of tokens that the cost model priced, and beyond them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ESTIMATES = StepEstimates(
     ],
 )
 def test_times_grow_as_a_power_of_the_tokens(num_tokens: float, num_branches: int, expected: dict[int, float]) -> None:
-    """At a number that was asked for, between two, beyond the largest and the smallest; and of more branches."""
+    """The cases are a priced number, one between two, ones beyond both ends, and more branches."""
     assert ESTIMATES.step_s(num_tokens, num_branches) == pytest.approx(expected)
 
 

@@ -13,7 +13,7 @@ from engines.core.attention import share_heads
         (32, 8, 8, 4, 1, 1),
         (32, 8, 16, 2, 1, 2),
         (32, 8, 32, 1, 1, 4),
-        (24, 12, 8, 3, 3, 2),  # as they are, 12 key heads would make 32 query heads of 24
+        (24, 12, 8, 3, 3, 2),  # unchanged, 12 key heads would make 32 query heads of 24
         (28, 4, 3, 10, 10, 7),
         (28, 4, 8, 4, 4, 7),
         (6, 1, 4, 2, 1, 3),
@@ -25,7 +25,7 @@ def test_shares(heads: int, key_heads: int, num_ranks: int, queries: int, keys: 
 
 
 def test_every_query_head_meets_its_own_key_head() -> None:
-    """For all small numbers: the query heads that a rank gets are served by the key heads that it gets."""
+    """For all small numbers the key heads of a rank serve its query heads."""
     for group, key_heads, num_ranks in ((g, k, n) for g in range(1, 7) for k in range(1, 13) for n in range(1, 9)):
         heads = group * key_heads
         share = share_heads(heads, key_heads, num_ranks)

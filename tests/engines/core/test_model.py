@@ -1,4 +1,4 @@
-"""What a model computes in is told by most of its weights."""
+"""A model computes in the dtype of most of its weights."""
 
 from __future__ import annotations
 

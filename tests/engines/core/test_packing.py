@@ -1,4 +1,4 @@
-"""What cannot be packed is refused before it is sent, with where it is."""
+"""Values that cannot be packed are refused before they are sent, with their place."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Kept:
 
 
 class Hidden:
-    """Pickled as what it does not keep."""
+    """Pickles as a value that it does not hold as an attribute."""
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return UserList, ([torch.Generator()],)

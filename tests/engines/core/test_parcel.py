@@ -34,7 +34,7 @@ def test_a_value_comes_back_as_it_was() -> None:
 
 
 def test_what_is_opened_may_be_written_to() -> None:
-    """As the bytes in Ray's object store may not."""
+    """Bytes in Ray's object store are read-only."""
     parcel = Parcel.of(torch.ones(4))
     parcel.message.flags.writeable = False
     first, second = parcel.open(), parcel.open()
@@ -43,7 +43,7 @@ def test_what_is_opened_may_be_written_to() -> None:
 
 
 def test_the_bytes_travel_beside_the_pickle() -> None:
-    """Which is how Ray reads them without a copy."""
+    """Ray reads such buffers without a copy."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = pickle.dumps(Parcel.of(torch.zeros(100_000)), protocol=5, buffer_callback=buffers.append)
     assert len(pickled) < 1000

@@ -1,4 +1,4 @@
-"""One owner for what the engines of a rank share."""
+"""Resources that the engines of a rank share have one owner."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class First:
 
 
 class Second(dict[str, int]):
-    """Has nothing to end."""
+    """A resource without a ``close``."""
 
 
 class Third:

@@ -90,7 +90,7 @@ def test_heads_that_do_not_divide() -> None:
     ],
 )
 def test_features_that_do_not_divide(family: str, message: str) -> None:
-    """Wan 2.1: the 12 heads of 1.3B allow three ranks and the 40 heads of 14B five, their MLPs do not."""
+    """Wan 2.1: the 12 heads of 1.3B allow three ranks and the 40 heads of 14B five; their MLPs do not."""
     from diffusers import WanTransformer3DModel
 
     from pipelines.models.wan.spec import SPEC

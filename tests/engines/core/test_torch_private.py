@@ -1,4 +1,4 @@
-"""Each private name of PyTorch that is used, against the installed one: what fails here has changed with an upgrade."""
+"""Each private name of PyTorch in use exists in the installed version; a failure means that an upgrade changed it."""
 
 from __future__ import annotations
 
@@ -206,11 +206,11 @@ def test_inductor_has_the_choice_that_it_does_not_keep() -> None:
 
     with config.patch(dynamic_scale_rblock=True):
         keep_kernel_choices()
-        assert config.save_config_portable()["dynamic_scale_rblock"] is False  # a part of the key of compiled graphs
+        assert config.save_config_portable()["dynamic_scale_rblock"] is False  # part of the key of compiled graphs
 
 
 def test_a_capture_that_failed_is_ended_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its pool is released once: graphs that were captured before may share it."""
+    """Its pool is released once: graphs captured earlier may share it."""
     underway, released = {(0, 7)}, list[tuple[int, int]]()
 
     def end(index: int, pool: int) -> None:

@@ -1,4 +1,4 @@
-"""Weights that go to the host and come back: the same bytes, the same tensors, and no copy twice."""
+"""Weights go to the host and return as the same bytes and tensors, and nothing is copied twice."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_weights_leave_and_come_back_in_the_same_tensors(tmp_path: Path) -> None
     for _ in range(2):
         memory.sleep()
         assert {x.untyped_storage().nbytes() for x in module.parameters()} == {0}
-        memory.sleep()  # without effect
+        memory.sleep()  # no effect
         memory.wake()
         assert_same(module, before)
         assert rows.equal(before[0][3:5]), "a view has its values too"
@@ -87,7 +87,7 @@ def test_new_weights_are_copied_again(tmp_path: Path) -> None:
 
 
 def with_freed_memory(folder: Path) -> tuple[Parts, list[Tensor], WeightMemory]:
-    """Return a module, its values before, and its memory, which has slept beside a module that is gone."""
+    """Return a module, its earlier values, and its memory, which has slept beside a module since deleted."""
     module, other = parts(), parts(1)
     before = values(module)
     memory = opened(folder, other)
@@ -206,7 +206,7 @@ def addresses(memory: WeightMemory) -> list[int]:
 def test_touched_memory_is_the_one_that_is_pinned(
     tmp_path: Path, small_pieces: None, limit: int | None, sizes: list[int]
 ) -> None:
-    """It is within the limit, CUDA is not called before ``reserve``, and what is touched again is nothing."""
+    """It is within the limit, CUDA is not called before ``reserve``, and no memory is touched twice."""
     made: list[RegisteredMemory] = []
     pins: list[int] = []
     touch = host_copy.touched_memory
@@ -240,7 +240,7 @@ def test_touched_memory_is_the_one_that_is_pinned(
 
 
 def test_touched_memory_that_is_not_needed_is_released(tmp_path: Path, small_pieces: None) -> None:
-    """The limit became smaller, since another process loaded meanwhile."""
+    """The limit shrank because another process loaded meanwhile."""
     made: list[ReferenceType[RegisteredMemory]] = []
     touch = host_copy.touched_memory
 
@@ -265,7 +265,7 @@ def test_all_pages_of_touched_memory_are_there() -> None:
 
 
 def num_resident(memory: mmap.mmap) -> int:
-    """Return the pages that the kernel holds, by its own account."""
+    """Return the number of pages that the kernel holds, by its own account."""
     address = torch.frombuffer(memory, dtype=torch.uint8).data_ptr()
     entries = np.fromfile(
         "/proc/self/pagemap", np.uint64, len(memory) // mmap.PAGESIZE, offset=address // mmap.PAGESIZE * 8
@@ -316,7 +316,7 @@ def test_adjacent_blocks_in_use_are_one_run() -> None:
 
 
 class Cudart:
-    """Registers pages as CUDA does: it refuses a range that it knows already."""
+    """Registers pages like CUDA: it refuses a range that is registered already."""
 
     def __init__(self) -> None:
         self.known: set[int] = set()
@@ -333,7 +333,7 @@ class Cudart:
 
 
 def test_pinned_pages_are_unpinned_before_they_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel hands out the same address again, which CUDA would refuse."""
+    """The kernel reuses the address, which CUDA would refuse."""
     cudart, gpu = Cudart(), torch.device("cuda", 0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
@@ -376,7 +376,7 @@ def test_weights_on_a_gpu_come_back_after_memory_beside_them_was_freed(tmp_path:
 
 
 def test_memory_that_loading_takes_for_moments_is_not_that_of_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file in float32 takes its memory until it is converted, and models that fit would take turns for ever."""
+    """A float32 file takes its memory until it is converted; models that fit would otherwise swap for ever."""
     held = {"now": 0, "most": 0}
 
     def take(size: int) -> None:

@@ -1,4 +1,4 @@
-"""The operation around the fused quantisation of heads. ``triton_check.py`` and GPU tests have its arithmetic."""
+"""The fused quantisation of heads as an operation. ``triton_check.py`` and GPU tests check its arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from engines.quantization.linear import FP8
 
 @pytest.fixture
 def launch(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Fake of the kernels: the plain version, for calls without an order."""
+    """Replace the kernels by the plain version, for calls without an order."""
 
     def write(
         qkv: tuple[Tensor, Tensor, Tensor],
@@ -38,7 +38,7 @@ def launch(monkeypatch: pytest.MonkeyPatch) -> Mock:
 
 
 def heads() -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of a packed projection, batch innermost."""
+    """Return queries, keys and values of a packed projection, batch innermost."""
     packed_LB3HD = torch.randn(9, 2, 3, 4, 6, generator=torch.Generator().manual_seed(1)).bfloat16()
     q, k, v = (packed_LB3HD[:, :, which].transpose(0, 1) for which in range(3))
     return q, k[:, :, :2], v[:, :, :2]
@@ -72,7 +72,7 @@ def test_it_is_one_operation_of_a_compiled_graph(launch: Mock) -> None:
 
 
 def test_kernels_are_launched_on_the_device_of_the_queries(launch: Mock) -> None:
-    """Triton launches on the current device, and a thread begins with the first."""
+    """Triton launches on the current device, and a thread's first one is GPU 0."""
     guard: MagicMock = torch.cuda.device  # type: ignore[assignment]
     fake = launch.side_effect
 

@@ -1,4 +1,4 @@
-"""A step in a CUDA graph. Needs a GPU."""
+"""A step runs in a CUDA graph. Needs a GPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a replay reads, with stand-ins for CUDA's streams and graphs."""
+"""A replay reads its inputs, with fakes for CUDA's streams and graphs."""
 
 from __future__ import annotations
 

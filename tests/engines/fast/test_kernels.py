@@ -1,4 +1,4 @@
-"""The fused elementwise steps against PyTorch's own modules, and Triton's versions against the plain ones.
+"""The fused elementwise steps equal PyTorch's own modules, and Triton's versions equal the plain ones.
 
 Triton runs on CPU tensors only under its interpreter, which must be chosen before it is imported: its part of this test
 runs in a process of its own.
@@ -44,7 +44,7 @@ BATCH, TEXT, IMAGE, CHANNELS = 2, 3, 5, 24
 ROWS = BATCH * (TEXT + IMAGE)
 SUPPORT = Path(__file__).parent / "support"
 TRITON_APART = Path(sys.prefix, "triton")
-"""Where `make venv` puts it."""
+"""The folder in which `make venv` installs it."""
 
 
 def vectors(segments: int = 2) -> Tensor:
@@ -52,7 +52,7 @@ def vectors(segments: int = 2) -> Tensor:
 
 
 def expected_norm(x_RC: Tensor, shift_SBC: Tensor, scale_SBC: Tensor) -> Tensor:
-    """Batch entry by entry and stream by stream, as a block does it."""
+    """Return the norm by batch entry and stream, like a block."""
     x_LBC = x_RC.view(-1, BATCH, CHANNELS)
     streams = []
     for stream_LBC, shift_BC, scale_BC in zip((x_LBC[:TEXT], x_LBC[TEXT:]), shift_SBC, scale_SBC, strict=True):

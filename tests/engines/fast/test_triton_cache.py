@@ -1,4 +1,4 @@
-"""Entries of Triton's cache that go from one node to another, with Triton where it is installed, else in its layout.
+"""Entries of Triton's cache move between nodes, with Triton if it is installed, else in its layout.
 
 The cases "installed" and ``test_a_new_node_compiles_nothing`` need the package, and no GPU.
 """
@@ -60,18 +60,18 @@ print(json.dumps({"hits": hits, "cubin": cubin, "launcher": launcher.__file__, "
 
 @pytest.fixture(params=["layout", pytest.param("installed", marks=NEEDS_TRITON)])
 def cache(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """``triton.runtime.cache``."""
+    """Return ``triton.runtime.cache`` or its stand-in."""
     return install_layout(monkeypatch) if request.param == "layout" else importlib.import_module("triton.runtime.cache")
 
 
 @pytest.fixture
 def entries(cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, bytes]]:
-    """A node's entry whose files are gone."""
+    """Return a node's entries, whose files are deleted."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "first"))
     with recorded_entries({}) as folders:
         manager = cache.get_cache_manager(KEY)
         manager.put_group("kernel.json", {"kernel.cubin": manager.put(b"code", "kernel.cubin")})
-    cache.get_cache_manager("cd" * 32).put(b"unused", "other.cubin")  # after the block
+    cache.get_cache_manager("cd" * 32).put(b"unused", "other.cubin")  # comes after the block
     found = {folder.name: read_entry(folder) for folder in folders}
     shutil.rmtree(tmp_path / "first")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "second"))
@@ -81,7 +81,7 @@ def entries(cache: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict
 def test_an_entry_is_found_on_another_node(cache: Any, entries: dict[str, dict[str, bytes]], tmp_path: Path) -> None:
     (name,) = entries
     assert set(entries[name]) == {"kernel.cubin", "__grp__kernel.json"}
-    assert cache.get_cache_manager(KEY).get_group("kernel.json") is None  # and makes an empty folder
+    assert cache.get_cache_manager(KEY).get_group("kernel.json") is None  # makes an empty folder, too
     with recorded_entries(entries):
         group = cache.get_cache_manager(KEY).get_group("kernel.json")
         assert cache.get_cache_manager("ef" * 32).get_group("kernel.json") is None
@@ -120,7 +120,7 @@ def test_a_manager_of_the_user_stays(cache: Any) -> None:
 def test_an_entry_that_another_process_writes_is_left_to_it(
     cache: Any, entries: dict[str, dict[str, bytes]], caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    """Triton writes a file into a folder of its own first. That a rank of the host is quicker is no warning."""
+    """Triton first writes into a folder of its own. A quicker rank on the host causes no warning."""
     (name,) = entries
     (tmp_path / "second" / name / "tmp.pid_42_1").mkdir(parents=True)
     with recorded_entries(entries):
@@ -140,7 +140,7 @@ def test_one_of_several_processes_restores(tmp_path: Path) -> None:
 
 @NEEDS_TRITON
 def test_a_new_node_compiles_nothing(tmp_path: Path) -> None:
-    """Neither the kernel, for a GPU that is not here, nor a C library: the second node has no C compiler."""
+    """It compiles neither the kernel, for an absent GPU, nor a C library: the second node has no C compiler."""
     script, found = tmp_path / "node.py", []
     script.write_text(NODE)
     for node, compiler in (("first", {}), ("second", {"CC": "false"})):

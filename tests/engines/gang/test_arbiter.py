@@ -1,4 +1,4 @@
-"""Which models are awake: by hand where one matters, and whole loads of random models on a virtual clock."""
+"""The arbiter decides which models are awake: single decisions by hand, and random loads on a virtual clock."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_wake_up_is_foreseen_with_the_turn_of_the_other_and_the_swap() -> None
 
 
 def test_a_model_without_work_is_foreseen_with_as_much_as_it_had_last_time() -> None:
-    """Little work ends a long turn earlier."""
+    """A model with little work ends its turn earlier."""
     made = awake(arbiter(sharer("a", 60), sharer("b", 60)), "a")
     predicted_s = []
     for backlog_s in (1.0, 400.0):
@@ -200,14 +200,14 @@ class Simulation:
     sizes_gib: Sequence[float]
     jobs: Sequence[Job]
     working_gib: Sequence[float] = ()
-    """Memory of each model's work beside its size; empty: none."""
+    """Working memory of each model beside its size; empty: none."""
     tick_s: float = 0.05
     first: str | None = None
-    """The model that is awake at the begin."""
+    """The model that is awake at the start."""
     first_waits_s: dict[str, float] = field(default_factory=dict)
-    """When each other model woke up first."""
+    """Time at which each other model first woke up."""
     waits_s: list[float] = field(default_factory=list)
-    """How long models with work have waited for a turn."""
+    """Times that models with work have waited for a turn."""
     num_swaps: int = 0
     work_s: float = 0.0
     end_s: float = 0.0
@@ -257,7 +257,7 @@ class Simulation:
                 made.moved(name, is_awake=name in target, now_s=now_s)
 
     def _check_leaving(self, leaving: Sharer, now_s: float) -> None:
-        """Hysteresis: with work left, a turn lasted long enough."""
+        """Check the hysteresis: with work left, a turn lasted long enough."""
         if leaving.demand.backlog_s:
             assert now_s - leaving.turn_since_s >= leaving.min_turn_s - 1e-6
 
@@ -279,9 +279,9 @@ class Simulation:
 def test_every_model_with_work_is_awake_within_a_bound(
     sizes_gib: list[tuple[int, int]], seed: int, longest_s: float, busiest: float
 ) -> None:
-    """The load is 1.5 times what the GPUs can do, and the share ``busiest`` of it is that of the first model.
+    """The load is 1.5 times the GPUs' capacity; the first model has at least the share ``busiest`` of it.
 
-    The work of one that is alone may take more than there is left beside it.
+    The work of a lone model may take more memory than is left beside its weights.
     """
     num, random, loads, at_s = len(sizes_gib), Random(seed), [], 0.0
     while at_s < 100.0:
@@ -290,7 +290,7 @@ def test_every_model_with_work_is_awake_within_a_bound(
         at_s += loads[-1].work_s / 1.5
     own_gib, working_gib = zip(*sizes_gib, strict=True)
     simulation = Simulation(sizes_gib=own_gib, working_gib=working_gib, jobs=loads).run()
-    turn_s = 4 * SWAP_S + SWAP_S  # the shortest turn, and the grace for a job that ends
+    turn_s = 4 * SWAP_S + SWAP_S  # the shortest turn, and the grace for a job near its end
     bound_s = STARVING_S + MAX_TURN_S + num * (turn_s + 2 * SWAP_S + 0.2)
     assert max(simulation.waits_s, default=0.0) <= bound_s
 

@@ -1,4 +1,4 @@
-"""How many gangs a model gets, on traces of traffic and whatever comes in whatever order."""
+"""Autoscaling sets the number of a model's gangs, on traces of traffic and on random traffic."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class FluidGang:
 
 @dataclass
 class Fluid:
-    """Gangs that work one second a second. What comes goes to the one with the least work."""
+    """Gangs that do one second of work a second. A job goes to the gang with the least work."""
 
     scaler: GangScaler
     start_s: float = START_S
@@ -59,7 +59,7 @@ class Fluid:
         return {name: gang for name, gang in self.gangs.items() if gang.ready_s <= self.now_s}
 
     def tick(self, load: float, spare_s: float = math.inf, granted: int | None = None) -> int:
-        """A tick in which ``load`` seconds of work a second come."""
+        """Simulate a tick in which ``load`` seconds of work a second arrive."""
         self.now_s += TICK_S
         running = self.running()
         for gang in running.values():
@@ -104,7 +104,7 @@ class Fluid:
         return self.target
 
     def num_reversals(self) -> int:
-        """How often a target fell after it had risen."""
+        """Return how often the target fell right after it had risen."""
         values = [target for _, target in self.targets]
         moves = [later - earlier for earlier, later in pairwise(values)]
         return sum(a > 0 > b for a, b in pairwise(moves))
@@ -142,7 +142,7 @@ def test_nodes_are_filled_and_an_idle_model_still_goes_to_zero() -> None:
 
 
 def test_a_step_is_answered_before_the_target_wait_is_over() -> None:
-    """A gang that starts in no time comes before anybody waits for long."""
+    """A gang that starts at once comes before any job waits for long."""
     trace = fluid(start_s=0.0)
     trace.run(600, lambda _: 0.5)
     trace.run(600, lambda _: 2.0)
@@ -168,7 +168,7 @@ def test_a_sawtooth_within_the_hold_makes_no_gang_come_and_go() -> None:
 
 
 def test_a_short_burst_is_worked_off_by_the_gangs_that_are_there() -> None:
-    """It is over before a gang could start."""
+    """The burst is over before a gang could start."""
     trace = fluid(start_s=300.0)
     trace.run(3600, lambda _: 0.5)
     num_before = trace.target
@@ -200,7 +200,7 @@ def test_a_gang_with_a_long_job_is_not_ended_for_idleness() -> None:
     [("AAA", "a", 2), ("AAA", "c", 0), ("ABC", "a", 0), ("ABC", "c", 2), ("AAB", "b", 1), ("ABB", "a", 0)],
 )
 def test_no_gang_with_a_job_is_among_those_that_ray_serve_ends(nodes: str, busy: str, num_idle: int) -> None:
-    """Serve takes the emptiest node, the oldest of equal ones, and the newest gang of a node."""
+    """Serve ends the emptiest node first, the oldest of equal ones, and the newest gang of a node."""
     gangs = {
         name: GangReport(num_jobs=int(name == busy), node=float(ord(node)))
         for name, node in zip("abc", nodes, strict=True)
@@ -251,7 +251,7 @@ def test_a_start_is_measured_from_the_order_and_its_median_kept() -> None:
 
 
 def test_the_start_of_a_first_gang_which_serve_orders_counts_its_node_too() -> None:
-    """Serve does not ask meanwhile: 240 s for the node, and 28 s of the gang's own, which it reports."""
+    """Serve asks for no decision meanwhile: 240 s for the node, and 28 s of the gang's own, which it reports."""
     starts = StartTimes()
     for now_s in (100.0, 101.0):
         starts.hear(Observation(now_s=now_s, target=0))
@@ -263,7 +263,7 @@ def test_the_start_of_a_first_gang_which_serve_orders_counts_its_node_too() -> N
 
 
 def test_a_gang_that_a_restarted_controller_finds_has_not_started_in_a_second() -> None:
-    """It hears of replicas one moment after it has asked for a decision."""
+    """The controller learns of replicas just after it has asked for a decision."""
     starts = StartTimes()
     starts.hear(Observation(now_s=100.0, target=1))
     starts.hear(Observation(now_s=101.0, target=1, gangs={"a": UNHEARD}))
@@ -287,7 +287,7 @@ def test_requests_that_come_while_a_first_gang_starts_are_spread_over_its_start(
 
 
 def test_requests_that_come_to_an_idle_first_gang_count_when_they_come() -> None:
-    """The one that brought the gang was cancelled."""
+    """The request that started the gang was cancelled."""
     history = ArrivalHistory()
     for now_s in range(100):
         history.hear(Observation(now_s=now_s, target=0))
@@ -335,7 +335,7 @@ def test_a_restarted_controller_ends_no_gang_at_once() -> None:
 
 
 def test_no_rounding_makes_arrivals_fall() -> None:
-    """Sums of many gangs whose reports have large and small fractions, over a time in which nothing comes."""
+    """The sums of many gangs have large and small fractions, and for some time no job arrives."""
     history, random = ArrivalHistory(), Random(1)
     sums = [[0.0, 0.0, 0.0] for _ in range(9)]
     for tick in range(400):
@@ -360,7 +360,7 @@ def test_a_rebuilt_gang_counts_from_zero() -> None:
 
 @pytest.mark.parametrize("cv2", [0.0, 1.0])
 def test_gangs_needed_is_erlangs_formula(cv2: float) -> None:
-    """Beside the textbook's sum for C(k, a)."""
+    """The results agree with the textbook's sum for C(k, a)."""
 
     def late(num: int, load: float, wait_s: float) -> float:
         top = load**num / math.factorial(num) * num / (num - load)
@@ -444,7 +444,7 @@ def test_shares_fit_the_ranks_and_waste_none(demands: dict[str, RankDemand], num
 
 
 def test_a_model_of_higher_priority_gets_ranks_that_another_works_on() -> None:
-    """One gang after the other ends, newest first. Serve lets each finish its jobs."""
+    """The gangs end one after the other, newest first. Serve lets each finish its jobs."""
     scaler = GangScaler(ScalingRules(target_wait_s=10.0, min_gangs=0, max_gangs=4))
     busy = {name: GangReport(backlog_s=50.0, num_jobs=9) for name in "abcd"}
     targets = []

@@ -1,6 +1,6 @@
-"""Gangs that break, or never come up: upon what that is known, to whom, and that nothing is left.
+"""Gangs break or fail to start: how that is detected, which callers get the error, and that nothing is left.
 
-Deadlines pass when the test says so, and only then.
+Deadlines pass only when the test advances the clock.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ def clock() -> SetClock:
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="module")
 async def leaves_nothing(ray_cluster: None) -> AsyncIterator[None]:
-    """Each test holds no more at its end than at its beginning, when something may yet be on its way back."""
+    """Check that each test ends with no more resources in use than before; released ones may return late."""
     num_groups, num_cpus = num_placement_groups(), num_free_cpus()
     yield
     await eventually(lambda: num_placement_groups() <= num_groups and num_free_cpus() >= num_cpus)
 
 
 async def pass_until_broken(gang: Gang, clock: SetClock) -> None:
-    """Deadlines pass, one after the other."""
+    """Let deadlines pass one after the other until the gang is broken."""
     while gang.broken is None:
         await clock.advance(CONFIG.step_deadline_s)
         await asyncio.sleep(0.05)
@@ -107,13 +107,13 @@ async def test_kill_9_of_an_idle_rank_is_known_without_a_health_check() -> None:
 
 
 HANGING = FakeRequest(seed=1, num_steps=9, fault="hang", fault_step=3, fault_rank=1)
-"""Leaves rank 0 alone in the exchange of step 3."""
+"""Rank 0 is left alone in the exchange of step 3."""
 
 
 async def test_a_hanging_rank_is_found_by_the_step_deadline_and_the_gang_is_unhealthy_whether_its_ranks_die_or_not(
     clock: SetClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both ranks stay in a step of the engine, and answer pings, until somebody ends them."""
+    """Both ranks stay in a step of the engine, and answer pings, until they are killed."""
     monkeypatch.setattr(driver, "kill_ranks", lambda ranks: None)
     async with gang_of(CONFIG, clock) as gang:
         await warm_up(gang)
@@ -127,7 +127,7 @@ async def test_a_hanging_rank_is_found_by_the_step_deadline_and_the_gang_is_unhe
         await clock.advance(DEATH_WITHIN_S / 2)
         assert not check.done()
         await clock.advance(DEATH_WITHIN_S)
-        with pytest.raises(GangBrokenError, match="did not finish a step") as caught:  # why it broke, if no rank dies
+        with pytest.raises(GangBrokenError, match="did not finish a step") as caught:  # the cause if no rank dies
             await check
         assert caught.value.cause == "deadline"
 
@@ -155,14 +155,14 @@ async def test_answers_that_come_while_the_event_loop_is_blocked_are_in_time(clo
     async with gang_of(replace(CONFIG, ping_deadline_s=2.5), clock) as gang:
         check = asyncio.ensure_future(gang.check_health())
         await asyncio.sleep(0)
-        ray.get([rank.ping.remote() for rank in gang._ranks])  # they answer one after the other
+        ray.get([rank.ping.remote() for rank in gang._ranks])  # each answers its pings in order
         await clock.advance(2.5)
         await check
         assert gang.broken is None
 
 
 def kill_later(ranks: Sequence[Any]) -> None:
-    """As slow as the news of a death can be."""
+    """Kill the ranks late, as the news of a death may come late."""
     asyncio.get_running_loop().call_later(0.5, kill_ranks, ranks)
 
 
@@ -191,7 +191,7 @@ async def test_an_engine_that_raises_breaks_the_gang_before_any_deadline() -> No
 async def test_a_shape_has_the_start_deadline_until_a_step_found_it_warm_and_then_a_failure_of_one_rank_is_found(
     clock: SetClock, tmp_path: Path
 ) -> None:
-    """A failure on one rank only is no failure of its job: rank 0 waits for rank 1."""
+    """A failure on one rank only does not fail the job: rank 0 waits for rank 1."""
     async with gang_of(CONFIG, clock) as gang:
         cold = FakeRequest(seed=1, num_steps=2, gate=str(tmp_path / "cold"))
         running = asyncio.ensure_future(run(gang, fake_job("cold", cold, shape="new")))
@@ -209,12 +209,12 @@ async def test_a_shape_has_the_start_deadline_until_a_step_found_it_warm_and_the
 async def test_a_half_start_is_undone_and_closing_fails_open_jobs_and_releases_in_order(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """No deadline passes: rank 0, which is stuck, is not waited for."""
+    """No deadline passes: the start does not wait for rank 0, which is stuck."""
     request = FakeRequest(seed=1, num_steps=2)
     with group_for(CONFIG) as group:
         with pytest.raises(ValueError, match="no such checkpoint"):
             await Gang.start(CONFIG, load_fake_failing_on_rank_1, placement_group=group, clock=SetClock())
-        gang = await Gang.start(CONFIG, load_fake, placement_group=group, clock=SetClock())  # its bundles are free
+        gang = await Gang.start(CONFIG, load_fake, placement_group=group, clock=SetClock())  # the bundles are free
         assert (await latents(gang, fake_job("after", request))).equal(reference_latents(request))
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="engines.gang"):

@@ -1,4 +1,4 @@
-"""The end of a gang: what becomes of its jobs and its ranks."""
+"""A gang closes: its jobs fail and its ranks end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.engines.gang.support.set_clock import SetClock, SetRanks, remote, set
 
 
 async def test_ranks_end_also_where_nobody_waits_for_them_to_close_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where a replica has no more time to stop in."""
+    """A replica without time left to stop cancels the close."""
     killed = list[object]()
     monkeypatch.setattr(gang_module, "kill_ranks", killed.extend)
     clock = SetClock()

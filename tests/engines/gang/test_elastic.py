@@ -1,4 +1,4 @@
-"""An elastic gang of four real ranks over Gloo: teams that follow the load, batches, and shapes that are warm."""
+"""An elastic gang of four real ranks over Gloo has teams that follow the load, batches, and warm shapes."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.engines.gang.support.fakes import FakeRequest, fake_job, reference_la
 from tests.engines.gang.support.helpers import gang_of, run, submit
 
 HARDLY_FASTER = {1: 1.0, 2: 0.95, 4: 0.94}
-"""What steps take on larger teams, by estimate: it pays to run jobs side by side."""
+"""Estimated step times by team size: it pays to run jobs side by side."""
 
 
 LEARNED = StepTimes()
 
 
 class InPairs(GangConfig):
-    """As a pipeline of two stages has it."""
+    """Batches two jobs, like a pipeline of two stages."""
 
     @property
     def max_batch(self) -> int:
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def four(ray_cluster: None) -> AsyncIterator[Gang]:
-    """Elastic, and in batches of two."""
+    """Start an elastic gang of four ranks with batches of two."""
     config = InPairs(num_ranks=4, cpus_per_rank=0.1, max_running_jobs=6, elastic=True)
     async with gang_of(config, step_times=LEARNED) as gang:
         yield gang
@@ -46,9 +46,9 @@ async def four(ray_cluster: None) -> AsyncIterator[Gang]:
 
 
 async def test_teams_shrink_and_grow_as_jobs_come_and_go(four: Gang) -> None:
-    """A large state, so that a rank without it could not guess it; six jobs at most on four ranks, two in a batch.
+    """The state is large: a rank without it could not guess it. Six jobs fit four ranks in batches of two.
 
-    Each comes two steps of the first one after the one before it.
+    Each job arrives two steps of the first one after the job before it.
     """
     conditioning_L = torch.linspace(-1, 1, 50_000)
     requests = [FakeRequest(seed=i, num_steps=n, step_s=0.02) for i, n in enumerate((40, 12, 8, 6, 5, 5))]

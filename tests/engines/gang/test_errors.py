@@ -30,7 +30,7 @@ def test_the_queue_says_when_to_come_back() -> None:
 
 
 class TwoArgumentsError(Exception):
-    """Pickles, and does not come back."""
+    """Can be pickled but not unpickled."""
 
     def __init__(self, left: int, right: int) -> None:
         super().__init__(f"{left} and {right}")

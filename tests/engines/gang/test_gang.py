@@ -59,7 +59,7 @@ async def test_a_job_gives_its_steps_previews_and_latents(gang: Gang) -> None:
 
 
 async def test_jobs_take_turns_and_each_gets_its_own_progress(gang: Gang, tmp_path: Path) -> None:
-    """No step is done before the ranks hold all three."""
+    """No step is done before the scheduler holds all three jobs."""
     order: list[str] = []
     gate = tmp_path / "gate"
 
@@ -156,7 +156,7 @@ async def test_a_full_queue_turns_jobs_away(gang: Gang) -> None:
 async def test_a_cancelled_job_stops_on_all_ranks_within_two_steps(
     gang: Gang, tmp_path: Path, caplog: pytest.LogCaptureFixture, way: str
 ) -> None:
-    """Counted from the step that the gang knew of when it cancelled the job."""
+    """The count starts at the step that the gang knew of when it cancelled the job."""
     caplog.set_level(logging.INFO, logger="engines.gang.driver")
     trace = tmp_path / "trace"
     request = FakeRequest(seed=1, num_steps=1000, step_s=0.03, trace=str(trace))
@@ -203,7 +203,7 @@ async def test_half_of_sixty_jobs_dropped_at_random_moments(gang: Gang) -> None:
 
 
 async def test_health_is_checked_while_a_step_runs(gang: Gang, tmp_path: Path) -> None:
-    """The step ends when the check has."""
+    """The step ends after the check."""
     gate = tmp_path / "gate"
     following = asyncio.ensure_future(run(gang, fake_job("slow", FakeRequest(seed=1, num_steps=2, gate=str(gate)))))
     await eventually(awaited(gate).exists)
@@ -214,7 +214,7 @@ async def test_health_is_checked_while_a_step_runs(gang: Gang, tmp_path: Path) -
 
 
 async def test_a_job_goes_on_where_its_gang_fell_asleep(gang: Gang, tmp_path: Path) -> None:
-    """Of two jobs one has begun, and one comes while the gang is asleep; a third is cancelled meanwhile."""
+    """One job has begun, one arrives while the gang is asleep, and a third is cancelled meanwhile."""
     gate, request, late = tmp_path / "gate", FakeRequest(seed=1, num_steps=6), FakeRequest(seed=2, num_steps=3)
     trace, labels = tmp_path / "trace", {"model": "fake", "direction": "wake"}
     num_wakes = metric("troupe_swap_seconds_count", **labels)
@@ -239,7 +239,7 @@ async def test_a_job_goes_on_where_its_gang_fell_asleep(gang: Gang, tmp_path: Pa
         assert await gang.spent_s("dropped") == 0, "the ranks have forgotten it in their sleep"
     assert not trace.exists(), "no step was done"
     assert not begun.done()
-    await gang.sleep()  # it is
+    await gang.sleep()  # it is asleep already
     await gang.wake()
     assert_equal(await begun, reference_latents(request))
     assert_equal(await later, reference_latents(late))
@@ -306,5 +306,5 @@ async def test_all_ranks_load_an_addition_or_say_why_not(gang: Gang) -> None:
     assert_equal(done.latents.open(), reference_latents(request))
     await gang.remove_addition("ink")
     with pytest.raises(GangBrokenError, match=r"rank [01] failed: KeyError: 'ink'"):
-        await gang.remove_addition("ink")  # this fake is strict, so that it shows that all ranks were told
+        await gang.remove_addition("ink")  # this strict fake shows that the first call reached all ranks
     assert gang.broken is None, "a call beside the steps breaks no gang"

@@ -1,4 +1,4 @@
-"""What only a GPU shows: the pace of steps in flight, what they are said to take, and the communicator over NCCL."""
+"""On a GPU: how far steps run ahead, their reported times, and the communicator over NCCL."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.engines.gang.support.fakes import FakeRequest, FakeSampler, FakeState
 pytestmark = pytest.mark.gpu
 
 NUM_SLEEP_CYCLES = 1_000_000_000
-"""About 0.5 s of a GPU at 2 GHz: the host is much sooner back."""
+"""About 0.5 s of a GPU at 2 GHz: the host returns much sooner."""
 
 
 class SleepingEngine(EagerEngine):
-    """Keeps the device busy, and returns at once, as a captured step does. ``ends`` are those of its steps."""
+    """Keeps the device busy and returns at once, like a captured step. ``ends`` has an event for each step."""
 
     def __init__(self) -> None:
         self.ends: list[torch.cuda.Event] = []
@@ -64,7 +64,7 @@ NUM_CAPTURED_STEPS, NUM_WARM_UPS = 28, 10
 
 
 class CapturedEngine(EagerEngine):
-    """Replays a captured graph that keeps the device busy. ``marks`` are around each of its steps."""
+    """Replays a captured graph that keeps the device busy. ``marks`` has the events around each step."""
 
     def __init__(self) -> None:
         self._graph = torch.cuda.CUDAGraph()
@@ -81,7 +81,7 @@ class CapturedEngine(EagerEngine):
         return tuple(branch.inputs["x_L"] for branch in branches)
 
     def took_ms(self) -> list[float]:
-        """By its steps. Waits for the device, and begins anew."""
+        """Wait for the device. Return the milliseconds of each step, and forget them."""
         torch.cuda.synchronize()
         took_ms = [begin.elapsed_time(end) for begin, end in self.marks]
         self.marks.clear()
@@ -90,7 +90,7 @@ class CapturedEngine(EagerEngine):
 
 class WaitingSampler(FakeSampler):
     def latents(self, state: FakeState) -> Tensor:
-        """As real latents do, which are copied to the host."""
+        """Wait for the device, like real latents, which are copied to the host."""
         torch.cuda.synchronize()
         return state.x_L
 
@@ -98,7 +98,7 @@ class WaitingSampler(FakeSampler):
 @pytest.mark.skipif(torch.cuda.device_count() < 1, reason="needs a GPU")
 @pytest.mark.parametrize("gap_share", [0.0, 0.8, 1.5])
 def test_ranks_tell_what_captured_steps_took_however_late_their_calls_come(gap_share: float) -> None:
-    """A call comes so much of a step after the one before it has begun; with 1.5 the device idles in between."""
+    """Each call comes ``gap_share`` of a step after the one before began; with 1.5 the device idles between."""
     engine = CapturedEngine()
     for _ in range(NUM_WARM_UPS):
         engine.predict((), (0,))
@@ -150,7 +150,7 @@ def single() -> None:
 
 
 def test_a_single_gpu_may_exchange_with_itself() -> None:
-    """Its communicator is made then."""
+    """Building the rank makes its communicator."""
     process = multiprocessing.get_context("spawn").Process(target=single)
     process.start()
     process.join(120)

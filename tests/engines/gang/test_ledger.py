@@ -1,4 +1,4 @@
-"""What a gang makes of the reports of its ranks: when they are free, what steps and moves took, and who pays."""
+"""The ledger computes from ranks' reports when they are free, what steps and moves took, and which job is billed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def no_ranks_to_kill(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class SetLedger(Ledger):
-    """With a clock that the test sets."""
+    """A ledger with a clock that the test sets."""
 
     def __init__(self, num_ranks: int, step_times: StepTimes | None = None, *, reports_early: bool = False) -> None:
         config = GangConfig(num_ranks=num_ranks, cpus_per_rank=0.1, gpus_per_rank=float(reports_early))
@@ -54,7 +54,7 @@ class SetLedger(Ledger):
         super().__init__(config, table, metrics, step_times or StepTimes(), self.clock)
 
     def report(self, step: InFlightStep, now_s: float, sequence: int = 0, **move_ms: float) -> None:
-        """All ranks of ``step`` report; ``rank0=…`` is what moves took rank 0."""
+        """Let all ranks of ``step`` report; ``rank0=…`` is the time of rank 0's moves."""
         reports = {
             rank: StepReport(rank=rank, sequence=sequence, move_ms=move_ms.get(f"rank{rank}", 0.0))
             for rank in step.pending
@@ -114,7 +114,7 @@ def test_a_rank_with_a_gpu_works_on_after_its_report() -> None:
 
 @pytest.mark.parametrize("predicted_s", [0.0, LONG_S])
 def test_ranks_are_busy_until_the_last_has_done_what_it_was_sent(predicted_s: float) -> None:
-    """Where nothing was measured, what is asked says what steps take."""
+    """Without measured times the caller's estimate of a step is used."""
     ledger = SetLedger(3)
 
     def busy_s(now_s: float) -> float:
@@ -155,11 +155,11 @@ def test_reports_that_came_in_time_leave_a_rank_free() -> None:
     assert LEAD_S < LONG_S
 
 
-# What steps and moves took.
+# Times of steps and moves.
 
 
 def test_the_rank_that_waited_for_no_other_says_what_moves_took() -> None:
-    """Ranks of two teams report at their own times, and plans without moves between them."""
+    """Ranks of two teams report at their own times, with plans without moves between them."""
     times = StepTimes()
     ledger = SetLedger(3, times)
 
@@ -193,7 +193,7 @@ def test_the_slowest_rank_says_what_a_change_of_weights_took() -> None:
 
 
 async def test_what_ranks_skip_of_a_job_that_failed_is_no_time_of_a_step() -> None:
-    """Its second step was sent before the first one failed, and ends at once."""
+    """The second step was sent before the first one failed, and ends at once."""
     clock, config, times = SetClock(), GangConfig(num_ranks=2, cpus_per_rank=0.1), StepTimes()
     ranks = SetRanks(config.num_ranks, clock)
     gang = Gang(config, ranks.actors, (), (config.num_ranks,), "publishing", clock, times)
@@ -215,12 +215,12 @@ async def test_what_ranks_skip_of_a_job_that_failed_is_no_time_of_a_step() -> No
     assert times.prediction().measured == {("'fits'", 2): pytest.approx(0.05)}
 
 
-# Who pays for it.
+# The billed job.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """``leaves_s`` after it came, it is cancelled."""
+    """A request that arrives ``at_s``; it is cancelled ``leaves_s`` later."""
 
     at_s: float
     shape: str
@@ -234,8 +234,8 @@ class Request:
 
 @dataclass
 class Seen:
-    """``gpu_s`` is what jobs that were done are said to have taken, ``left_s`` those whose requests went away, and
-    ``rank_s`` what devices worked for each job. ``so_far_s`` is what was said with each step."""
+    """``gpu_s`` has the reported times of finished jobs, ``left_s`` those of cancelled requests, ``rank_s`` the device
+    time of each job. ``so_far_s`` has the time reported with each step."""
 
     gpu_s: dict[str, float] = field(default_factory=dict)
     left_s: dict[str, float] = field(default_factory=dict)
@@ -258,7 +258,7 @@ PAIR_SIZES = (1, PAIR.num_ranks)
 
 
 def counted_s(model: str) -> float:
-    """What the metrics say of ranks in steps."""
+    """Return the seconds of ranks in steps by the metrics."""
     labels = [{"model": model, "num_ranks": str(size)} for size in PAIR_SIZES]
     return sum(int(each["num_ranks"]) * metric("troupe_step_seconds_sum", **each) for each in labels)
 
@@ -291,7 +291,7 @@ def seen_of(*requests: Request, config: GangConfig = PAIR, known: StepTimes | No
 
 
 def assert_told_right(seen: Seen) -> None:
-    """Each job that was done, and all together."""
+    """Check the reported time of each job, and the sum of all."""
     told_s = seen.gpu_s | seen.left_s
     assert told_s == {job_id: pytest.approx(seen.rank_s[job_id], rel=NEAR) for job_id in told_s}
     assert seen.counted_s == pytest.approx(sum(seen.rank_s.values()), rel=NEAR)
@@ -300,7 +300,7 @@ def assert_told_right(seen: Seen) -> None:
 @pytest.mark.parametrize("shape", ALL)
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_job_took_what_its_steps_took(shape: str, is_known: bool) -> None:
-    """Also where its steps are not known before, and go out as soon as may be."""
+    """This holds for unknown steps too, which are sent as soon as possible."""
     seen = seen_of(Request(at_s=0.0, shape=shape), known=known_times() if is_known else StepTimes())
     assert seen.rank_s["0"] == pytest.approx(2 * NUM_STEPS * ALL[shape][2]), "on both ranks"
     assert_told_right(seen)
@@ -310,7 +310,7 @@ def test_a_job_took_what_its_steps_took(shape: str, is_known: bool) -> None:
 
 @pytest.mark.parametrize("shape", ["clip", LARGE])
 def test_jobs_in_turns_are_told_apart(shape: str) -> None:
-    """Two of different keys take turns of two seconds; steps of one are up to a hundred times those of the other."""
+    """Jobs of two keys take turns of two seconds; one's steps take up to a hundred times the other's."""
     requests = [Request(at_s=0.0, shape=one, fields={"key": one}) for one in (SMALL, shape)]
     seen = seen_of(*requests, config=GangConfig(num_ranks=2, gpus_per_rank=1.0, policy="fair"))
     assert len(seen.gpu_s) == 2
@@ -320,7 +320,7 @@ def test_jobs_in_turns_are_told_apart(shape: str) -> None:
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("preview_steps", [frozenset[int](), frozenset({7, 14, 21})])
 def test_jobs_whose_teams_change_are_told_apart(elastic: bool, preview_steps: frozenset[int]) -> None:
-    """A rank that waits for the others of its team, or for a state to move, is at no step meanwhile."""
+    """A rank is in no step while it waits for its team or for a state to move."""
     shapes = [MIDDLE, SMALL, SMALL, "clip", SMALL, MIDDLE, LARGE, SMALL] * 3
     requests = [
         Request(at_s=3.7 * number, shape=shape, fields={"preview_steps": preview_steps})
@@ -338,7 +338,7 @@ def test_a_gang_that_idles_works_for_nobody() -> None:
 
 @pytest.mark.parametrize("shape", ["clip", LARGE])
 def test_what_a_cancelled_job_took_is_counted_and_is_not_the_next_ones(shape: str) -> None:
-    """What its last step took is told as soon as that is over, before any other job comes."""
+    """The time of its last step is reported when that step ends, before any other job arrives."""
     left = Request(at_s=0.0, shape=shape, leaves_s=5.3 * ALL[shape][2])
     seen = seen_of(left, Request(at_s=1000.0, shape=SMALL))
     assert 5 * ALL[shape][2] < seen.rank_s["0"] / 2 < 8 * ALL[shape][2]

@@ -1,4 +1,4 @@
-"""Which of several gangs a request would be done by first."""
+"""Requests go to the gang that would finish them first."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ ONE_PASS: dict[str, Any] = {"last_kind": st.just(""), "num_last": st.just(0)}
 
 
 def test_the_steps_of_two_passes_take_what_each_takes() -> None:
-    """A gang that has run one of both kinds does not know the whole."""
+    """A gang that has run one of both kinds cannot predict the whole."""
     two = NewWork(SMALL, 13, last_kind=LARGE, num_last=3)
     (both,) = rank_gangs({"a": load()}, two)
     assert both.own_s == pytest.approx(10 * STEP_S[SMALL] + 3 * STEP_S[LARGE])
@@ -73,7 +73,7 @@ def test_the_steps_of_two_passes_take_what_each_takes() -> None:
 def test_a_request_waits_for_earlier_ones_of_its_own_kind(
     step_s: float, num_steps: int, drift: float, priority: float
 ) -> None:
-    """Though reports are rounded, and the prediction of open jobs may be newer than that of the kind."""
+    """Reports are rounded, and the prediction of open jobs may be newer than that of the kind."""
     left_s = drift * num_steps * step_s
     jobs = {str(number): OpenWork(left_s, left_s / priority) for number in range(3)}
     reported = GangLoad.of_stats(GangLoad(jobs=jobs, step_s={LARGE: step_s}).to_stats())
@@ -176,7 +176,7 @@ def test_a_sent_job_counts_until_a_report_has_it() -> None:
 
 
 def test_requests_at_once_are_divided_among_gangs_that_were_idle_for_long() -> None:
-    """An idle gang reports the same again and again, which is no news: its newest report is an old one."""
+    """An idle gang repeats its report, which is no news: its newest report is an old one."""
     board, new = LoadBoard(), NewWork(LARGE, 10)
     slower = GangLoad(step_s={LARGE: 1.02 * STEP_S[LARGE]})
     board.hear({"a": load().to_stats(), "b": slower.to_stats()}, 0.0)
@@ -204,7 +204,7 @@ def test_a_job_that_another_gang_took_counts_there() -> None:
 
 
 class CountedJobs(dict[str, OpenWork]):
-    """Jobs of a gang, and how often they were gone through."""
+    """Jobs of a gang that count how often they are iterated."""
 
     num_reads = 0
 
@@ -235,7 +235,7 @@ def test_the_jobs_of_a_report_are_added_up_once_for_all_requests() -> None:
 
 
 class PlainBoard:
-    """The rule of ``LoadBoard`` job by job: reports by name, and the jobs that were sent since."""
+    """The rule of ``LoadBoard`` job by job: reports by name, and the jobs sent since."""
 
     def __init__(self) -> None:
         self.reports: dict[str, tuple[float, Mapping[str, Any]]] = {}
@@ -290,7 +290,7 @@ class PlainBoard:
 
 
 EXACT_S = st.sampled_from([0.5, 1.0, 2.0, 8.0, 32.0])
-"""Seconds whose sums are the same in any order, and often equal."""
+"""Seconds whose sums are exact in any order, and often equal."""
 REPORTS = st.builds(
     lambda jobs, kinds, by_urgency, cold_s, wake_s, adapters, switch_s: {
         "jobs": {job_id: [left_s, left_s * slower] for job_id, (left_s, slower) in jobs.items()},

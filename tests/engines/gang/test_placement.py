@@ -1,4 +1,4 @@
-"""Bundles and indices; the groups themselves are tested with the gangs that live in them."""
+"""Bundles and indices are right; the groups are tested with their gangs."""
 
 from __future__ import annotations
 

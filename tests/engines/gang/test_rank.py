@@ -1,4 +1,4 @@
-"""The rank's own part of a gang's start, without Ray's."""
+"""A rank starts, without Ray."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.engines.support.rank_resources import separate_rank_resources
 
 
 def test_a_rank_answers_a_ping_before_it_imports_anything_large() -> None:
-    """What hangs while it imports is found by pings: an actor answers none before it is made."""
+    """Pings find a rank that hangs while it imports: an actor answers none before it is made."""
     made = "from engines.gang.rank import Rank; rank = Rank(GangConfig(num_ranks=2, cpus_per_rank=1), 1)"
     check = "import sys; assert 'torch' not in sys.modules; assert rank.ping() == 1"
     command = f"from engines.gang.gang_config import GangConfig; {made}; {check}"
@@ -35,7 +35,7 @@ def test_a_rank_is_not_built_before_its_early_start_is_over() -> None:
 
     def load(context: RankContext) -> BuildRank:
         start_early(torch.device("cpu"))
-        return load_fake(context)  # whose engine waits for nothing
+        return load_fake(context)  # its engine waits for nothing
 
     with separate_rank_resources(), patch("engines.parallel.early_start._warm_up_kernels", work):
         rank = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)

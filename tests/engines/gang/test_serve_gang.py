@@ -1,4 +1,4 @@
-"""A gang in a Serve replica's placement group: what Serve cancels, replaces and cleans up."""
+"""A gang runs in a Serve replica's placement group; Serve cancels, replaces and cleans up."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def assert_serves(handle: DeploymentHandle[Any], job_id: str) -> None:
 
 
 async def assert_serves_again(handle: DeploymentHandle[Any], job_id: str) -> None:
-    """Asks until a job succeeds, for minutes."""
+    """Retry for minutes until a job succeeds."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
@@ -67,7 +67,7 @@ async def assert_serves_again(handle: DeploymentHandle[Any], job_id: str) -> Non
 
 
 async def break_during_a_job(handle: DeploymentHandle[Any], pid: int) -> BaseException:
-    """kill -9 the process just before one rank hangs and leaves the other alone in the exchange; how the job ends."""
+    """Kill the process with SIGKILL just before one rank hangs and leaves the other alone. Return the job's error."""
     job = fake_job("victim", FakeRequest(seed=1, num_steps=1000, step_s=0.05, fault="hang", fault_step=5, fault_rank=1))
     try:
         async for event in events_of(handle, job):

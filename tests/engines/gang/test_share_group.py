@@ -1,4 +1,4 @@
-"""A share group: whose turn it is to load, orders until everybody follows them, host memory, and who is gone."""
+"""A share group decides which member loads, orders states until all follow, and tracks host memory and lost members."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORK = Demand(backlog_s=2.0)
 
 @dataclass(kw_only=True)
 class Member:
-    """A deployment of a model that does what it is told when a test lets it."""
+    """A deployment of a model that follows orders when a test lets it."""
 
     group: ShareGroup
     model: str
@@ -109,7 +109,7 @@ def test_a_model_with_work_wakes_up_once_the_other_is_wholly_asleep() -> None:
 
 
 def test_an_encoder_without_work_wakes_up_after_the_gang_of_its_model() -> None:
-    """The conditioning was in the cache: the gang's weights alone use the bus."""
+    """The conditioning was in the cache, so only the gang's weights use the bus."""
     group = ShareGroup()
     gang, encoder = Member(group=group, model="a"), Member(group=group, model="a", stage="text_encoder", gib=(10.0,))
     other = Member(group=group, model="b")
@@ -152,7 +152,7 @@ def test_those_that_fit_are_awake_together() -> None:
 
 
 def test_memory_beside_weights_counts_awake_and_asleep() -> None:
-    """76 GiB are usable: weights of twice 36, twice 1 beside them, and two processes."""
+    """76 GiB are usable for twice 36 GiB of weights, twice 1 GiB beside them, and two processes."""
     for gib, state in ((36.0, "awake"), (37.6, "asleep")):
         group = ShareGroup()
         a, b = (Member(group=group, model=model, gib=(gib,)) for model in "ab")
@@ -162,7 +162,7 @@ def test_memory_beside_weights_counts_awake_and_asleep() -> None:
 
 
 def test_memory_that_work_takes_for_moments_counts_before_the_first_sleep() -> None:
-    """Weights of twice 36 GiB fit 76, with 1 beside each, but not if one's steps take 4: both may run at once."""
+    """Twice 36 GiB of weights fit 76 with 1 beside each, but not if steps take 4: both may run at once."""
     for peak, state in ((1.0, "awake"), (4.0, "asleep")):
         group = ShareGroup()
         a, b = (Member(group=group, model=model, gib=(36.0,), peak=peak) for model in "ab")
@@ -225,7 +225,7 @@ def test_host_memory_is_granted_up_to_its_limit() -> None:
 
 
 def test_a_process_that_loads_is_granted_memory_before_it_reports_it() -> None:
-    """Weights that grow until all are loaded get more, and those that shrink less, within the limit."""
+    """A process whose weights grow gets more, and one whose weights shrink less, within the limit."""
     group = ShareGroup(host_bytes=50 * GIB)
     a, b = (Member(group=group, model="a", stage=stage) for stage in ("denoiser", "decoder"))
     assert [one.say(0.0) for one in (a, b)] == ["loading", "loading"]

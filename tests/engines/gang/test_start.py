@@ -1,4 +1,4 @@
-"""How ranks come up: what they are started with, and what becomes of a start in which one hangs."""
+"""Ranks start with the right arguments, and a start in which one hangs fails."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 LIBRARY = "libtroupe_probe.so"
 CONFIG = GangConfig(num_ranks=2, cpus_per_rank=0.1)
 PHASES = ("ping", "open", "open_store", "join", "load", "build")
-"""What ranks are asked in a start, in this order."""
+"""Phases of a start, in order."""
 DEADLINES = GangConfig(
     num_ranks=2,
     process_deadline_s=1.0,
@@ -53,8 +53,8 @@ DEADLINES = GangConfig(
 
 
 class HangingRanks:
-    """Two ranks that answer at once whatever they are asked, but for rank 1 (rank 0 if it alone is asked) what
-    ``hangs`` says. ``is_silent``: from then on neither answers a ping."""
+    """Two ranks that answer every call at once, except that rank 1 (rank 0, if called alone) hangs in ``hangs``. With
+    ``is_silent`` neither answers a ping after that."""
 
     def __init__(self, hangs: str, *, is_silent: bool = False) -> None:
         self.hangs, self._is_silent = hangs, is_silent
@@ -72,7 +72,7 @@ class HangingRanks:
 
 
 async def start(ranks: HangingRanks, clock: SetClock, config: GangConfig = DEADLINES) -> asyncio.Task[object]:
-    """A start that is where it hangs."""
+    """Return a start that has reached its hang."""
     starting = asyncio.create_task(Start(config, lambda: ranks.actors, clock).run(load_fake))
     while ranks.hangs not in ranks.asked:
         await settled()
@@ -143,7 +143,7 @@ async def test_a_phase_without_a_deadline_has_what_is_left_of_the_start() -> Non
 
 @pytest.mark.parametrize("phase", ["open", "join", "load", "build"])
 async def test_silent_ranks_are_found_before_the_deadline_of_their_phase(phase: str) -> None:
-    """As processes are that were stopped."""
+    """Stopped processes behave like this."""
     limits: dict[str, Any] = {f"{name}_deadline_s": 60.0 for name in ("process", "connect", "load", "build")}
     ranks, clock = HangingRanks(phase, is_silent=True), SetClock()
     starting = await start(ranks, clock, replace(DEADLINES, **limits, start_deadline_s=100.0))
@@ -234,7 +234,7 @@ async def test_ranks_of_whose_times_nothing_can_be_told_do_not_outlive_the_start
 
 
 def load_stopped(pid_file: Path, context: RankContext) -> BuildRank:
-    """Rank 1 is stopped while it loads."""
+    """Stop rank 1 while it loads."""
     if context.rank == 1:
         pid_file.write_text(str(os.getpid()))
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -242,7 +242,7 @@ def load_stopped(pid_file: Path, context: RankContext) -> BuildRank:
 
 
 def read_with_a_bad_disk(file: Path, context: RankContext) -> BuildRank:
-    """Ranks read a file together, and rank 1 cannot read its share, which rank 0 waits for."""
+    """Let ranks read a file together; rank 1 cannot read its share, which rank 0 waits for."""
     import torch
 
     from engines.parallel import file_reading
@@ -260,7 +260,7 @@ def read_with_a_bad_disk(file: Path, context: RankContext) -> BuildRank:
 
 
 def decide_without_a_checkpoint(folder: Path, context: RankContext) -> BuildRank:
-    """Rank 1 fails before the exchange that decides whether weights are loaded sliced, in which rank 0 waits."""
+    """Fail on rank 1 before the exchange that decides on sliced loading, in which rank 0 waits."""
     import torch
 
     from engines.planner.measure import smallest_memory_bytes
@@ -276,7 +276,7 @@ def decide_without_a_checkpoint(folder: Path, context: RankContext) -> BuildRank
 async def test_a_rank_that_fails_before_an_exchange_ends_the_start_with_its_own_error(
     ray_cluster: None, tmp_path: Path
 ) -> None:
-    """No deadline passes, since the clock is set: rank 0 would wait for ever."""
+    """The clock stands still, so no deadline passes: rank 0 would wait for ever."""
     load = partial(decide_without_a_checkpoint, tmp_path)
     with group_for(CONFIG) as group, pytest.raises(OSError, match="rank 1 finds no checkpoint"):
         await Gang.start(CONFIG, load, placement_group=group, clock=SetClock())
@@ -286,7 +286,7 @@ async def test_a_rank_that_fails_before_an_exchange_ends_the_start_with_its_own_
 async def test_a_rank_that_cannot_read_its_share_ends_the_start_with_its_own_error(
     ray_cluster: None, tmp_path: Path
 ) -> None:
-    """No deadline passes, since the clock is set."""
+    """The clock stands still, so no deadline passes."""
     (tmp_path / "weights").write_bytes(bytes(1000))
     load = partial(read_with_a_bad_disk, tmp_path / "weights")
     with group_for(CONFIG) as group, pytest.raises(OSError, match="the disk of rank 1 is broken"):
@@ -296,7 +296,7 @@ async def test_a_rank_that_cannot_read_its_share_ends_the_start_with_its_own_err
 async def test_a_process_that_is_stopped_while_it_loads_ends_the_start(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No time passes before the other rank has answered its pings, which it does in their order."""
+    """No time passes before the other rank has answered its pings, which it does in order."""
     clock, pid_file, ranks = SetClock(), tmp_path / "pid", list[Any]()
 
     def spawned(*args: Any) -> list[Any]:
@@ -313,7 +313,7 @@ async def test_a_process_that_is_stopped_while_it_loads_ends_the_start(
         await eventually(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED)
         while not starting.done():
             await clock.advance(PING_EVERY_S)
-            with suppress(RayActorError):  # it was ended
+            with suppress(RayActorError):  # it was killed
                 await ranks[0].ping.remote()
             await settled()
         with pytest.raises(GangBrokenError, match=r"ranks \[1\] answered no ping for 5 s"):
@@ -329,11 +329,11 @@ import os, pathlib, signal
 (pathlib.Path(__file__).parent / str(os.getpid())).touch()
 os.kill(os.getpid(), signal.SIGSTOP)
 """
-"""Takes the place of the first library that a rank imports."""
+"""Replaces the first library that a rank imports."""
 
 
 async def test_processes_that_are_stopped_while_they_import_end_the_start(ray_cluster: None, tmp_path: Path) -> None:
-    """Both of a gang, of which none answers a ping any more."""
+    """Both ranks are stopped and answer no pings."""
     config, clock, torch = replace(CONFIG, silence_deadline_s=5.0), SetClock(), tmp_path / "torch"
     torch.mkdir()
     (torch / "__init__.py").write_text(STOPPED_TORCH)
@@ -366,13 +366,13 @@ class Hanging:
 
 sys.meta_path.insert(0, Hanging)
 """
-"""Runs before a process's first import: the first two hang when they import the ranks' module, and get no further."""
+"""Runs before a process's first import: the first two processes hang when they import the ranks' module."""
 
 
 async def test_processes_that_hang_before_they_answer_are_replaced(ray_cluster: None, tmp_path: Path) -> None:
-    """Neither their death nor a missed ping would ever show it."""
+    """Neither a death nor a missed ping would ever reveal them."""
     (tmp_path / "sitecustomize.py").write_text(HUNG_ONCE)
-    own = {"PYTHONPATH": str(tmp_path), "PYTHONNODEBUGRANGES": "1"}  # the latter cannot be had by a fork
+    own = {"PYTHONPATH": str(tmp_path), "PYTHONNODEBUGRANGES": "1"}  # a fork cannot change the latter
     clock, hung = SetClock(), partial[dict[str, str]](dict, own)
     with group_for(CONFIG) as group:
         starting = asyncio.create_task(
@@ -394,7 +394,7 @@ def search_path(folder: Path) -> Mapping[str, str]:
 
 
 def load_with_library(context: RankContext) -> BuildRank:
-    """OSError where the loader does not find the library by its name alone."""
+    """Load the library. Raise OSError if the loader does not find it by its name alone."""
     ctypes.CDLL(LIBRARY)
     return load_fake(context)
 

@@ -1,4 +1,4 @@
-"""Storms of cancellations and deaths under each policy: every job has one end, and nothing of it stays behind."""
+"""In storms of cancellations and deaths under each policy every job has one end, and nothing of it is left."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.unhurried import UNHURRIED
 
 NUM_CLIENTS, OVER_S = 36, 6.0
 NUM_STORMS = 4
-"""Of each policy, with teams of one size and of all; others at every run."""
+"""Storms per policy, with teams of one size and of all sizes; each run has new seeds."""
 
 
 async def weathered(policy: str, *, elastic: bool, seed: int, num_deaths: int) -> tuple[Storm, list[Client]]:
@@ -34,12 +34,12 @@ async def weathered(policy: str, *, elastic: bool, seed: int, num_deaths: int) -
 
 
 def _death_s(random: Random, coming: list[Client]) -> float:
-    """At any time, or while ranks are told of a job that has come."""
+    """Return any time, or one at which ranks learn of a new job."""
     return random.choice([random.uniform(0.2, 2 * OVER_S), random.choice(coming).at_s + CALL_S])
 
 
 def assert_steps_come_once(ranks: GpuRanks) -> None:
-    """Each of a job's steps is planned once, in order, and none after the one that ends it."""
+    """Check that each of a job's steps is planned once, in order, and none after its last one."""
     planned: Counter[str] = Counter()
     for _, plan in sorted(ranks.plans.items()):
         for job_step in (step for work in plan.works for step in work.job_steps):
@@ -48,7 +48,7 @@ def assert_steps_come_once(ranks: GpuRanks) -> None:
 
 
 def assert_nothing_is_left(gang: Gang, ranks: GpuRanks) -> None:
-    """Neither in the table of jobs nor with the scheduler, its policy, or ranks that have begun a job."""
+    """Check that no job is left in the table, the scheduler, its policy, or ranks that have begun it."""
     driver = gang._driver
     assert driver._table.jobs == {}
     assert num_steps_left(driver.scheduler) == {}

@@ -1,4 +1,4 @@
-"""When a gang says what, by a clock that the test sets; its ranks' steps last as long as the test says."""
+"""A gang sends its events at the right times, by a clock and step times that the test sets."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def gang(clock: SetClock, ranks: SetRanks, monkeypatch: pytest.MonkeyPatch
 async def test_quick_steps_come_in_groups_and_everything_else_at_once(
     gang: Gang, clock: SetClock, ranks: SetRanks
 ) -> None:
-    """A step lasts 13 ms and a group at least 100: 8 steps go into one, but for the first step and what is no step."""
+    """A step lasts 13 ms and a group at least 100: a group holds 8 steps, except the first step and other events."""
     groups: list[tuple[float, tuple[JobEvent, ...]]] = []
     job, begun_s = fake_job("grouped", FakeRequest(seed=1, num_steps=40), preview_steps=frozenset({20})), clock.now_s()
 
@@ -71,7 +71,7 @@ async def test_quick_steps_come_in_groups_and_everything_else_at_once(
 
 
 async def test_times_are_told_apart(gang: Gang, ranks: SetRanks) -> None:
-    """The second of two jobs that are alike waits for all ten steps of the first."""
+    """The second of two equal jobs waits for all ten steps of the first."""
     jobs = [fake_job(name, FakeRequest(seed=1, num_steps=10)) for name in ("first", "second")]
     running = [asyncio.ensure_future(run(gang, job)) for job in jobs]
     await settled()
@@ -88,7 +88,7 @@ async def test_times_are_told_apart(gang: Gang, ranks: SetRanks) -> None:
 async def test_an_elastic_gang_says_what_it_cannot_promise(
     clock: SetClock, ranks: SetRanks, monkeypatch: pytest.MonkeyPatch, elastic: bool
 ) -> None:
-    """Nor can it of a job that ran on all its ranks: the next time others may come between."""
+    """This includes a job that ran on all ranks: the next time others may come between."""
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     config = replace(CONFIG, elastic=elastic)
     gang = Gang(config, ranks.actors, infos=(), team_sizes=(1, CONFIG.num_ranks), model="timed", clock=clock)
@@ -110,7 +110,7 @@ def shaped_job(name: str, **fields: object) -> Job:
 
 
 async def measured(gang: Gang, ranks: SetRanks) -> None:
-    """A job after which the gang knows how long a step takes."""
+    """Run a job, so that the gang knows its step time."""
     running = asyncio.ensure_future(run(gang, shaped_job("first")))
     await settled()
     for _ in range(NUM_STEPS):
@@ -119,7 +119,7 @@ async def measured(gang: Gang, ranks: SetRanks) -> None:
 
 
 async def opened(gang: Gang, job: Job) -> tuple[float | None, AsyncGenerator[tuple[JobEvent, ...]]]:
-    """What a job is told when it comes, and what it will be told."""
+    """Return the predicted seconds that a job gets on arrival, and its further events."""
     stream = gang.submit_grouped(job, every_s=0.0)
     (queued,) = await anext(stream)
     assert isinstance(queued, JobQueued)
@@ -151,7 +151,7 @@ async def test_a_job_is_told_when_it_will_be_done(gang: Gang, clock: SetClock, r
 
 
 async def test_what_cannot_be_done_in_time_is_refused_at_once(gang: Gang, ranks: SetRanks) -> None:
-    """A job lasts 0.5 s, and one is before it."""
+    """A job lasts 0.5 s, and one is ahead of it."""
     await measured(gang, ranks)
     before = asyncio.ensure_future(run(gang, shaped_job("before")))
     await settled()
@@ -168,7 +168,7 @@ async def test_what_cannot_be_done_in_time_is_refused_at_once(gang: Gang, ranks:
 
 
 async def test_while_nothing_was_measured_nothing_is_said_nor_refused(gang: Gang, ranks: SetRanks) -> None:
-    """The second of two is told once the first has shown how long a step takes."""
+    """The second job gets a prediction once the first has shown how long a step takes."""
     jobs = [await opened(gang, shaped_job(name, deadline_s=0.01)) for name in ("first", "second")]
     assert [eta_s for eta_s, _ in jobs] == [None, None]
     await settled()
@@ -182,7 +182,7 @@ async def test_while_nothing_was_measured_nothing_is_said_nor_refused(gang: Gang
 
 
 async def test_a_first_job_that_is_alone_is_told_by_its_own_steps(gang: Gang, ranks: SetRanks) -> None:
-    """But not by a cold one."""
+    """A cold step does not count."""
     eta_s, stream = await opened(gang, shaped_job("first"))
     assert eta_s is None
     await settled()
@@ -195,13 +195,13 @@ async def test_a_first_job_that_is_alone_is_told_by_its_own_steps(gang: Gang, ra
 
 
 def guess(estimate_s: float) -> dict[str, Any]:
-    """Fields of a job of another shape, of which this much is estimated."""
+    """Return the fields of a job of another shape with this estimate."""
     return {"shape": f"of {estimate_s}", "estimates_s": {1: estimate_s}}
 
 
 async def test_a_guess_is_neither_said_nor_held_against_anybody(gang: Gang, ranks: SetRanks) -> None:
-    """Of a shape whose step is estimated to take a hundred times as long as what was measured, nobody knows; nor when
-    those behind it will be done. One that is four times as long is near enough."""
+    """A step estimated at a hundred times the measured one gives no prediction, for this job or those behind it. One of
+    four times is near enough."""
     running = asyncio.ensure_future(run(gang, shaped_job("measured", estimates_s={1: 0.001})))
     await settled()
     for _ in range(NUM_STEPS):
@@ -220,7 +220,7 @@ async def test_a_guess_is_neither_said_nor_held_against_anybody(gang: Gang, rank
 
 
 async def test_a_deadline_counts_from_when_the_request_came(gang: Gang, ranks: SetRanks) -> None:
-    """A job takes 0.5 s: what waited 0.6 of 1.0 s elsewhere is late; what waited longer is, whatever is known."""
+    """A job takes 0.5 s. It is late after 0.6 of 1.0 s elsewhere; after more it is always late."""
     with pytest.raises(TooLateError, match=r"about 1\.2 s, and deadline_s is 1"):
         await opened(gang, shaped_job("over", deadline_s=1.0, waited_s=1.2))
     await measured(gang, ranks)
@@ -235,7 +235,7 @@ async def test_a_deadline_counts_from_when_the_request_came(gang: Gang, ranks: S
 async def test_the_next_of_long_steps_is_sent_shortly_before_its_turn(
     gang: Gang, clock: SetClock, ranks: SetRanks
 ) -> None:
-    """Who comes while a step of four seconds is under way waits for that one alone."""
+    """A job that arrives while a step of four seconds runs waits for that step alone."""
     for name, most in (("first", 2), ("second", 1)):
         running = asyncio.ensure_future(run(gang, fake_job(name, FakeRequest(seed=1, num_steps=5), shape=("long",))))
         await settled()
@@ -255,7 +255,7 @@ async def test_the_next_of_long_steps_is_sent_shortly_before_its_turn(
 async def test_the_time_asleep_is_that_of_no_step(
     gang: Gang, clock: SetClock, ranks: SetRanks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps of 0.1 s, some of them before the gang sleeps for an hour."""
+    """Steps take 0.1 s, and some of them run before the gang sleeps for an hour."""
     heard_s: list[float] = []
     monkeypatch.setattr(gang._driver._step_times, "hear_step", lambda job, size, step_s: heard_s.append(step_s))
     running = asyncio.ensure_future(run(gang, shaped_job("napping", num_steps=8)))

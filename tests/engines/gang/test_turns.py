@@ -1,4 +1,4 @@
-"""When a rank on a GPU is sent its next step: by the clock, for nothing is under way that it would report of."""
+"""A rank on a GPU gets its next step by the clock, since no step under way will report."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEP_S, TICK_S = 0.4, 0.001
 
 
 class RestlessClock(SetClock):
-    """Goes on by ``TICK_S`` with every look at it."""
+    """Advances by ``TICK_S`` with every look at it."""
 
     def now_s(self) -> float:
         self._now_s += TICK_S
@@ -39,7 +39,7 @@ async def test_a_rank_whose_turn_comes_between_two_looks_is_sent_its_step(
     gang = Gang(CONFIG, ranks.actors, infos=(), team_sizes=(1,), model="timed", clock=clock, step_times=step_times)
     running = asyncio.ensure_future(run(gang, job))
     await settled()
-    await ranks.finish_step(0.0)  # it has begun
+    await ranks.finish_step(0.0)  # the step has begun
     assert ranks.num_sent == 0
     waits_s = gang._driver._ledger.next_free_in_s(CONFIG.plans_ahead, clock._now_s)
     assert waits_s is not None

@@ -1,4 +1,4 @@
-"""Whole loads through a gang's own driver and policies in virtual time, with ranks that report as those on GPUs do."""
+"""Whole loads run through a gang's own driver and policies in virtual time; its ranks report like those on GPUs."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def arrivals(seed: int) -> list[Arrival]:
 
 
 def known_times() -> StepTimes:
-    """As after a first load."""
+    """Return step times as after a first load."""
     known = StepTimes()
     for shape in SHAPES:
         for size in (1, NUM_RANKS):
@@ -51,7 +51,7 @@ def known_times() -> StepTimes:
 
 
 class Told(NamedTuple):
-    """Seconds that a job's latents were predicted to take when it came, and those that they took."""
+    """Predicted seconds until a job's latents, on its arrival, and the actual ones."""
 
     eta_s: float | None
     took_s: float
@@ -102,7 +102,7 @@ def test_a_load_ends_and_takes_what_is_simulated(policy: str, elastic: bool, mon
 def test_devices_work_all_the_time(
     launch_share: float, preview_steps: frozenset[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if a step's calls take as long as its kernels (no graph is captured), and between two jobs."""
+    """This holds between jobs, and if a step's calls take as long as its kernels (no captured graph)."""
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     step_s, num_jobs = STEPS["2048x2048"][1], 3
 
@@ -126,7 +126,7 @@ def test_devices_work_all_the_time(
 
 @pytest.mark.parametrize("preview_steps", [frozenset[int](), frozenset({7, 14, 21})])
 def test_what_steps_take_is_learned(preview_steps: frozenset[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a team that has a job for its last steps alone."""
+    """This holds for a team that has a job for its last steps alone."""
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     learned = StepTimes()
     hear_step = learned.hear_step

@@ -1,5 +1,5 @@
-"""Which deadline a step gets: the long one as long as its own ranks have something to prepare. And what is said of a
-step that failed."""
+"""A step gets the long deadline while its own ranks have something to prepare. The error of a failed step names its
+cause."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEFT, RIGHT = (0, 1), (2, 3)
 
 
 class Steps:
-    """Slow steps of ranks that are not there, under a watchdog whose clock only they move."""
+    """Slow steps of simulated ranks, under a watchdog whose clock only the steps advance."""
 
     def __init__(self) -> None:
         self._clock = SetClock()
@@ -46,7 +46,7 @@ class Steps:
         step_s: float = SLOW_S,
         predicted: bool = True,
     ) -> bool:
-        """Whether the deadline lets such a step pass, after which all of ``ranks`` report ``was_warm``."""
+        """Return whether the deadline lets this step pass, after which all of ``ranks`` report ``was_warm``."""
         work = Work(job_steps=(JobStep(job_id=job.job_id, step=step),), ranks=ranks)
         reports = [asyncio.get_running_loop().create_future() for _ in range(CONFIG.num_ranks)]
         in_flight = InFlightStep(work=work, pending=dict(enumerate(reports)))
@@ -81,7 +81,7 @@ async def test_ranks_do_not_warm_a_shape_for_others() -> None:
 
 
 async def test_what_turns_out_cold_in_the_middle_of_a_job_is_cold() -> None:
-    """As a second transformer is, whose first step is quick enough and whose second one captures."""
+    """A second transformer does this: its first step is quick enough, and its second one captures."""
     steps = Steps()
     assert await steps.has_time(LEFT, was_warm=True)
     assert await steps.has_time(LEFT, was_warm=False, step_s=0.0)
@@ -91,7 +91,7 @@ async def test_what_turns_out_cold_in_the_middle_of_a_job_is_cold() -> None:
 
 
 async def test_what_engines_may_have_let_go_of_is_cold() -> None:
-    """They keep what they made for so many shapes at least, of which a job may have two."""
+    """Engines keep graphs for at least ``LEAST_KEPT`` shapes, and a job may have two."""
     steps, others = Steps(), [replace(SHAPED, shape=(64, height)) for height in range(1, LEAST_KEPT // 2 + 1)]
     assert await steps.has_time(LEFT, was_warm=True)
     for other in others:
@@ -107,7 +107,7 @@ async def test_of_jobs_without_a_shape_the_first_step_is_cold() -> None:
 
 
 async def test_a_step_without_a_forward_says_nothing_of_what_is_ready() -> None:
-    """A job may come to other ranks at a step that takes what the step before it predicted."""
+    """A job may move to other ranks at a step that reuses the last prediction."""
     steps = Steps()
     assert await steps.has_time(LEFT, was_warm=True, predicted=False)
     assert await steps.has_time(LEFT, was_warm=False), "the first forward compiles"
@@ -117,7 +117,7 @@ async def test_a_step_without_a_forward_says_nothing_of_what_is_ready() -> None:
 
 
 class Failing:
-    """A step that fails on rank 0 of two, under a watchdog. ``death`` is where news of the other's end comes."""
+    """A step that fails on rank 0 of two, under a watchdog. ``death`` resolves when the other rank dies."""
 
     def __init__(self, *, is_alive: bool) -> None:
         self.clock = SetClock()

@@ -1,4 +1,4 @@
-"""Steps of three and four branches on real Gloo ranks: each part of a team takes some, and every rank gets all."""
+"""Steps of three and four branches run on Gloo ranks: each part of a team takes some, and every rank gets all."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STRATEGIES = {
     3: ("guidance3",),
     4: ("guidance4", "guidance2xulysses2", "guidance2xring2", "guidance2xtensor2", "guidance2xpipeline2"),
 }
-"""By number of ranks; "guidance4" is two at once on two of them."""
+"""Strategies by number of ranks; "guidance4" runs two at once on two ranks."""
 CASES = [
     pytest.param(num_ranks, num_branches, family, marks=() if num_branches + num_ranks == 7 else pytest.mark.slow)
     for num_ranks, num_branches, family in itertools.product(STRATEGIES, (3, 4), models.EVEN)
@@ -48,7 +48,7 @@ def test_control_with_the_exchange_left_out_fails(num_ranks: int, num_branches: 
 
 @cache
 def reference(family: str, num_branches: int) -> tuple[Tensor, ...]:
-    """Diffusers' own module with its own attention, in this process, in float32."""
+    """Return the answers of diffusers' own module and attention, in this process, in float32."""
     module = models.transformer(family)
     with torch.no_grad():
         every = models.branches(family, "uneven", num=num_branches)

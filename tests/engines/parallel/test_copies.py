@@ -1,4 +1,4 @@
-"""Copies without weights run what asks for values, and take no memory."""
+"""Copies without weights run modules that read values, and take no memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ NUM_FEATURES = 4096
 
 
 class Asking(nn.Module):
-    """Its output's length depends on the values of a mask, its table is no buffer, and it guards against autocast."""
+    """Has an output length that depends on a mask, a table that is no buffer, and a guard against autocast."""
 
     kept: Tensor
 

@@ -1,4 +1,4 @@
-"""Which forwards each rank of a team makes, and what is said of teams that there are not."""
+"""Each rank of a team gets its forwards, and missing teams are named in the error."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def division(specs: TeamSpecs, *, rank: int = 0, num_ranks: int = 1) -> Division
 
 
 def numbered() -> tuple[Branch, ...]:
-    """Shapes 1 1 | 2 | 1 1 1: two pairs, and one over of each shape. Their modules' names are their numbers."""
+    """Return branches of shapes 1 1 | 2 | 1 1 1: two pairs, and one over of each shape. Modules are named by number."""
     even, uneven = models.branches("flux", "even", num=2), models.branches("flux", "uneven", num=1)
     branches = (*even, *uneven, *even, even[0])
     return tuple(Branch(inputs=branch.inputs, module=str(number)) for number, branch in enumerate(branches))
@@ -46,7 +46,7 @@ def test_halves_of_a_team_take_a_branch_each_of_those_that_go_together() -> None
 
 
 def forwards_of_rank() -> tuple[list[tuple[int, int]], list[tuple[int, int]], list[tuple[tuple[int, ...], str]]]:
-    """Of a team of four, then alone: the number of the branch, and over how many ranks its tokens are split."""
+    """Return, for a team of four and then alone, each branch's number and the ranks its tokens are split over."""
     rank = dist.get_rank()
     subject = division(GUIDED, rank=rank, num_ranks=4)
     four, own = (
@@ -71,7 +71,7 @@ FOUR = TeamSpecs(by_size={4: ParallelSpec(guidance=4).by_branches()})
 
 
 def test_up_to_four_branches_run_at_once() -> None:
-    """Of those in a row that are of one shape: two by halves, four by quarters, three as two and one."""
+    """Adjacent branches of one shape are divided: two by halves, four by quarters, three as two and one."""
     for rank, made in enumerate(gang(4).run(forwards_of_several)):
         half = rank // 2
         assert made == {

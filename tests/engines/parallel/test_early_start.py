@@ -1,4 +1,4 @@
-"""What the thread makes is there and shared, what it raises arrives, and nobody overtakes it."""
+"""The thread's results are there and shared, its errors arrive, and every caller waits for it."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from tests.support.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
 WORK = "engines.parallel.early_start._warm_up_kernels"
-"""What the thread does last."""
+"""The last work of the thread."""
 Seen = list[tuple[str, tuple[int, ...]]]
 
 
 @contextmanager
 def as_at_start() -> Iterator[None]:
-    """Without what earlier tests have left in this process."""
+    """Hide what earlier tests have left in this process."""
     with separate_rank_resources():
         yield
 
@@ -98,7 +98,7 @@ def test_an_engine_waits_and_gives_the_right_answer() -> None:
 
 
 def predict_after_early_start() -> tuple[bool, Tensor]:
-    """Whether the early start was over when the engine was made, though it takes longer than that, and its answer."""
+    """Return whether the early start was over when the engine was made, though it takes longer, and the answer."""
     branches, model = models.branches("flux", "uneven"), models.model("flux")
     over: list[torch.device] = []
 
@@ -108,7 +108,7 @@ def predict_after_early_start() -> tuple[bool, Tensor]:
 
     with as_at_start(), patch(WORK, work):
         start_early(CPU)
-        with closing(TorchEngine(model, strategy="ulysses")) as engine:  # other tests know nothing of its kernels
+        with closing(TorchEngine(model, strategy="ulysses")) as engine:  # other tests have no use for its kernels
             return bool(over), engine.predict(branches, (0, 1))[0]
 
 
@@ -133,7 +133,7 @@ def test_what_the_thread_raised_is_raised_where_it_is_waited_for() -> None:
         with pytest.raises(ConnectionError, match="rank 1 is unreachable") as raised:
             gang_groups()
         assert raised.traceback[-1].name == "unreachable"
-        with pytest.raises(ConnectionError):  # and wherever it is waited for again
+        with pytest.raises(ConnectionError):  # it is raised at every later wait, too
             wait_for_early_start()
 
 
@@ -142,7 +142,7 @@ def test_first_exchanges_are_over_before_the_first_kernels_begin() -> None:
 
 
 def exchanges_before_kernels() -> list[str]:
-    """Return the parts that are over where weights may be loaded, while the first kernels wait."""
+    """Return the parts that are over when weights may be loaded, while the first kernels wait."""
     released = threading.Event()
     with as_at_start(), patch(WORK, lambda _: released.wait()):
         start_early(CPU)

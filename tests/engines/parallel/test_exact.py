@@ -1,4 +1,4 @@
-"""Every strategy gives the unsharded module's answer, on real Gloo ranks; with its exchange broken it does not."""
+"""Every strategy gives the unsharded module's answer on Gloo ranks; with its exchange broken it does not."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ CASES = [
 
 
 def with_models(cases: list[Any], lengths: tuple[str, ...]) -> list[Any]:
-    """Each case with both models and every length, of which every run has each case with both models in uneven lengths,
-    and with one of them, in turn, in even ones."""
+    """Return each case with both models and every length. Quick runs have both models in uneven lengths, and one of
+    them, in turn, in even ones."""
     turns = itertools.product(enumerate(cases), enumerate(FAMILIES), lengths)
     return [
         pytest.param(*case, family, length, marks=SLOW if length == "even" and (number + place) % 2 else ())
@@ -80,7 +80,7 @@ EXCHANGES = {
     "pipeline.receive": lambda num, like, pair: like.new_zeros(num),
     "pipeline.start_send": lambda x, pair: x.clone(),
 }
-"""Each exchange, by where it is called, made a silent no-op of the right shape: ranks keep what they had."""
+"""Replacements of each exchange, by its caller: silent no-ops of the right shape."""
 
 BROKEN = [
     ("ulysses", "ulysses.all_to_all"),
@@ -111,7 +111,7 @@ CONTROLS = [
     pytest.param(*broken, family, marks=SLOW if (number + place) % 2 else ())
     for (number, broken), (place, family) in itertools.product(enumerate(BROKEN), enumerate(FAMILIES))
 ]
-"""Each with one of the models, in turn, in every run."""
+"""Each broken exchange; quick runs have it with one of the models, in turn."""
 
 
 @pytest.mark.parametrize(("strategy", "exchange", "family"), CONTROLS)
@@ -129,7 +129,7 @@ def test_every_strategy_has_its_cases_and_its_controls() -> None:
 
 @cache
 def reference(family: str, length: str) -> tuple[Tensor, ...]:
-    """Diffusers' own module with its own attention, in this process, in float32."""
+    """Return the answers of diffusers' own module and attention, in this process, in float32."""
     module = models.transformer(family)
     with torch.no_grad():
         every = (branch.inputs for branch in models.branches(family, length, num=2))
@@ -147,7 +147,7 @@ def predict(strategy: str, num_ranks: int, family: str, length: str, broken: str
 
 @contextmanager
 def left_out(exchange: str | None) -> Iterator[None]:
-    """``exchange`` is "file.function", or both functions of one: "file.one+other"."""
+    """Disable ``exchange``: "file.function", or both functions of a file: "file.one+other"."""
     with ExitStack() as stack:
         file, _, functions = (exchange or "").rpartition(".")
         for function in functions.split("+") if exchange else ():

@@ -1,4 +1,4 @@
-"""FlashAttention-3 in cuDNN's place: when it is called, and when not. The package's function is a plain one here."""
+"""FlashAttention-3 replaces cuDNN only where it can. The package's function is a plain one here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DIMS = (64, 128)
 
 
 class Package:
-    """What fa3-fwd offers, with heads of ``DIMS``; ``times`` of the right answer, or with a number of keys."""
+    """Stands for fa3-fwd with heads of ``DIMS``. Answers are a multiple of the right one."""
 
     def __init__(self, times: float = 1.0, times_with_numbers: float = 1.0) -> None:
         self.times, self.times_with_numbers = times, times_with_numbers
@@ -40,7 +40,7 @@ class Package:
     def flash_attn_with_kvcache(
         self, q: Tensor, k: Tensor, v: Tensor, *, cache_seqlens: Tensor, num_splits: int, return_softmax_lse: bool
     ) -> tuple[Tensor, Tensor, None]:
-        """Without keys, any log-sum-exp; what comes after the first keys is not looked at."""
+        """Return any log-sum-exp for rows without keys, and ignore keys beyond the given number."""
         assert num_splits == return_softmax_lse == 1
         assert cache_seqlens.dtype == torch.int32
         first = torch.arange(k.shape[1]) < cache_seqlens[:, None]
@@ -258,7 +258,7 @@ def test_threads_get_the_same_kernel_which_is_chosen_once(monkeypatch: pytest.Mo
     try:
         with ThreadPoolExecutor(2) as pool:
             chosen = [pool.submit(local_kernel, "cuda", torch.bfloat16) for _ in range(2)]
-            time.sleep(0.2)  # the second one waits, if it waits at all
+            time.sleep(0.2)  # the second thread waits by now, if it waits at all
             is_chosen.set()
             first, second = (one.result() for one in chosen)
     finally:

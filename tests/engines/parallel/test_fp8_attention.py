@@ -1,4 +1,4 @@
-"""Attention in float8: the reference against attention in float32, and what FlashAttention-3 is asked for.
+"""Attention in float8 is close to attention in float32, and FlashAttention-3 gets the right arguments.
 
 The package's function is a plain one here, which restores the quantised values itself.
 """
@@ -31,7 +31,7 @@ MAX_ERROR = 0.05
 
 
 def qkv(dim: int = 64, heads: int = 4, key_heads: int = 2, offset: float = 0.0) -> list[Tensor]:
-    """``offset``: what all keys of a head have in common, in multiples of their spread."""
+    """Return q, k and v. All keys of a head share a vector of ``offset`` times their spread."""
     generator = torch.Generator().manual_seed(3)
     q_BLHD = torch.randn(2, 7, heads, dim, generator=generator)
     k_BMGD, v_BMGD = torch.randn(2, 2, 33, key_heads, dim, generator=generator)
@@ -39,7 +39,7 @@ def qkv(dim: int = 64, heads: int = 4, key_heads: int = 2, offset: float = 0.0) 
 
 
 def mask_of(num_keys: int = 33) -> Tensor:
-    """The second picture attends to few keys."""
+    """Return a mask with which the second picture attends to few keys."""
     mask_BM = torch.arange(num_keys).expand(2, -1) % 3 > 0
     return mask_BM & (torch.arange(num_keys) < torch.tensor([[num_keys], [9]]))
 
@@ -61,7 +61,7 @@ def test_control_without_smoothing_is_far(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_parts_of_the_keys_merge_to_the_whole() -> None:
-    """Parts are smoothed by means of their own, which the log-sum-exp tells."""
+    """Each part is smoothed by its own mean, which the log-sum-exp includes."""
     q, k, v = qkv(offset=5.0)
     parts = (REFERENCE(q, k[:, rows], v[:, rows]) for rows in (slice(0, 11), slice(11, None)))
     out, lse = merge(*next(parts), *next(parts))
@@ -181,7 +181,7 @@ ON_CPU = partial(fp8_flash3, plain_attention, REFERENCE, "cpu")
 def plainly_fused(
     q: Tensor, k: Tensor, v: Tensor, order_BM: Tensor | None, num_keys_B: Tensor | None, *, dim: int
 ) -> Fp8Inputs:
-    """Fake of ``fused_heads`` by the plain version."""
+    """Stand for ``fused_heads`` by the plain version."""
     if order_BM is None or num_keys_B is None:
         return quantise_heads(q, k, v, dim=dim)
     k, v = (x.take_along_dim(order_BM[..., None, None], 1) for x in (k, v))
@@ -264,7 +264,7 @@ def test_equal_to_the_reference_compiled_or_not(
 
 
 def on_gpu(heads: int, groups: int, dim: int, length: int, num_keys: int, batch: int = 2) -> list[Tensor]:
-    """Views as a hand-ordered step gives them, batch innermost. Keys of a head have much in common."""
+    """Return views as in a hand-ordered step, batch innermost. Keys of a head have much in common."""
     generator = torch.Generator("cuda").manual_seed(7)
     options: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
     if groups == heads and num_keys == length:
@@ -277,10 +277,11 @@ def on_gpu(heads: int, groups: int, dim: int, length: int, num_keys: int, batch:
 
 
 def assert_same_heads(fused: Fp8Inputs, plain: Fp8Inputs) -> None:
-    """Queries, values and factors have the same bits. Few keys differ, by one step: their mean is rounded otherwise.
+    """Check that queries, values and factors have the same bits. Few keys differ, by one step: their mean is rounded
+    otherwise.
 
-    How many these are depends on ties. One in fifty of nine keys lies amid two steps, one in 6,000 of a thousand: the
-    mean of a few numbers with 8 bits is often a round one.
+    Their number depends on ties. One in fifty of nine keys lies amid two steps, one in 6,000 of a thousand: the mean of
+    a few numbers with 8 bits is often a round one.
     """
     for name in ("q_BLHD", "v_BMGD", "q_descale_BG", "k_descale_BG", "v_descale_BG"):
         one, other = getattr(fused, name), getattr(plain, name)

@@ -1,4 +1,4 @@
-"""Grouped key heads, masked keys, a causal prefix, heads that the ranks do not divide: strategies against one rank.
+"""Strategies agree with one rank on grouped key heads, masked keys, a causal prefix and uneven heads.
 
 The expected result is plain attention in float32, written out below. A gang computes all cases in one call.
 """
@@ -36,7 +36,7 @@ def answers_of(num_ranks: int, broken: str = "") -> list[dict[tuple[str, str], t
 
 
 def plain(case: Case) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp of all tokens on one rank."""
+    """Return output and log-sum-exp of all tokens on one rank."""
     q_BLHD, k_BMGD, v_BMGD = qkv(case)
     k_BMHD, v_BMHD = (x.repeat_interleave(case.heads // case.key_heads, dim=2) for x in (k_BMGD, v_BMGD))
     scores_BHLM = torch.einsum("blhd,bmhd->bhlm", q_BLHD, k_BMHD) / DIM**0.5

@@ -73,7 +73,7 @@ def test_grouped_heads_and_masked_keys(
 
 
 PREFIX = Prefix(torch.tensor([1, 2, 13, 5, 5, 13, 13]), torch.tensor([12, 0, 2, 1, *range(3, 12)]))
-"""Of seven queries, and of thirteen keys in no order."""
+"""A prefix of seven queries, and of thirteen keys in no order."""
 
 
 @pytest.mark.parametrize("kernel", [cpu_flash, plain_attention])
@@ -126,7 +126,7 @@ def test_without_keys_a_result_merges_to_nothing(kernel: Kernel, dtype: torch.dt
 @pytest.mark.parametrize("kernel", [cudnn_flash, cuda_flash, cuda_efficient])
 @pytest.mark.parametrize("mask", [None, MASK], ids=["all keys", "masked"])
 def test_shapes_of_cuda_kernels(kernel: Kernel, mask: torch.Tensor | None) -> None:
-    """What needs no GPU: PyTorch's own shape functions take what is passed."""
+    """PyTorch's own shape functions accept the arguments, without a GPU."""
     given = [x.to("meta") for x in qkv(7, 13, torch.bfloat16, heads=6, key_heads=2)]
     for prefix in (None, Prefix(*(places.to("meta") for places in PREFIX))):
         out, lse = kernel(*given, mask_BM=None if mask is None else mask.to("meta"), prefix=prefix)

@@ -12,7 +12,7 @@ def test_lines_of_a_mesh() -> None:
 
 
 class NamedGroups(Groups):
-    """Groups that note in which order they were asked for."""
+    """Groups that record the order in which they are used."""
 
     def __init__(self) -> None:
         super().__init__(4)

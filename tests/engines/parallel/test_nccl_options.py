@@ -1,4 +1,4 @@
-"""What NCCL groups are made with. There is no NCCL here: torch's own types for it are stood in for."""
+"""NCCL groups are made with the right options. NCCL is absent here: fakes replace torch's types for it."""
 
 from __future__ import annotations
 

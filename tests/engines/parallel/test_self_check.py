@@ -43,7 +43,7 @@ def test_a_silent_exchange_shows_even_if_the_weights_hide_it() -> None:
 
 
 def load(strategy: str, family: str, broken: str | None) -> str | None:
-    """The error's text, if any."""
+    """Load an engine. Return the error's text, or None."""
     context = RankContext(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device="cpu")
     model = models.model("flux") if family == "flux" else models.model("wan")
     if family == "flux without attention":
@@ -76,7 +76,7 @@ def test_error_survives_pickling() -> None:
 
 
 def test_no_branch_may_be_anything_but_numbers() -> None:
-    """The largest of 0.1 and NaN is 0.1 to Python."""
+    """Python's maximum of 0.1 and NaN is 0.1."""
 
     class SecondIsNaN(EagerEngine):
         def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:

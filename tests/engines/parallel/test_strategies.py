@@ -1,4 +1,4 @@
-"""Strategies as kernels: output and log-sum-exp against attention on one device, over Gloo."""
+"""Strategies as kernels have the output and log-sum-exp of attention on one device, over Gloo."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from engines.parallel.ulysses import _even_parts, ulysses, ulysses_in_parts
 from tests.engines.support.gloo import gang
 
 TOKENS = 5
-"""Per rank."""
+"""Tokens per rank."""
 
 
 @pytest.mark.parametrize("name", [

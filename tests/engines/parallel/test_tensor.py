@@ -1,4 +1,4 @@
-"""Split layers, put together by hand, are the whole layer; and what cannot be split says so."""
+"""Split layers, joined by hand, equal the whole layer; layers that cannot be split raise an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cost model counts what is known to be there and prefers what must win on machines made to favour it."""
+"""The cost model counts known work and prefers the strategy that must win on machines made to favour it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def machine(latency_s: float = 1e-5, bytes_per_s: float = 2e11, memory_bytes: in
 
 @pytest.fixture(scope="module")
 def flux() -> ModelProfile:
-    """The published FLUX.1 transformer, counted without weights."""
+    """Return the profile of the published FLUX.1 transformer, without weights."""
     from diffusers import FluxTransformer2DModel
 
     from tests.support.flux_denoiser import as_denoiser
@@ -63,7 +63,7 @@ def test_candidates_fit_heads_branches_and_width(flux: ModelProfile) -> None:
 
 
 def test_heads_that_fill_up_cost_what_whole_ones_do(flux: ModelProfile) -> None:
-    """30 heads on four ranks cost what 32 do; where every rank has all of them, less."""
+    """30 heads on four ranks cost the same as 32; if every rank has all heads, they cost less."""
     uneven, even = (replace(flux, num_heads=heads, num_key_heads=heads) for heads in (30, 32))
     step = replace(WORK, num_branches=1)
     costs = [predict(counted, step, ParallelSpec(ulysses=4), machine()) for counted in (uneven, even)]
@@ -81,7 +81,7 @@ def prediction_ms(counted: ModelProfile, spec: ParallelSpec) -> float:
 
 @pytest.mark.parametrize(("heads", "chosen"), [(24, "ulysses4"), (21, "ulysses4"), (5, "allgather_kv4")])
 def test_auto_knows_what_uneven_heads_cost(flux: ModelProfile, heads: int, chosen: str) -> None:
-    """Of 24 heads on four ranks none are zeros, of 21 an eighth, of 5 three in eight."""
+    """On four ranks none of 24 heads are zeros, an eighth of 21, and three in eight of 5."""
     counted = replace(flux, num_heads=heads, num_key_heads=heads, head_dim=3072 // heads, tensor_unit=1)
     slow = machine(rotation=1e4, all_gather=3.0)
     assert forecast(counted, replace(WORK, num_branches=1), 4, slow).chosen.spec.name == chosen
@@ -115,7 +115,7 @@ def test_two_branches_take_two_halves(flux: ModelProfile) -> None:
 
 
 def test_of_several_branches_the_largest_share_counts(flux: ModelProfile) -> None:
-    """Three over two parts of the team take as long as four, and over four parts as long as one."""
+    """Three branches over two parts of the team take as long as four; over four parts, as one."""
     three, four, one = (replace(WORK, num_branches=number) for number in (3, 4, 1))
     halves, quarters = ParallelSpec(guidance=2, ulysses=2), ParallelSpec(guidance=4)
     assert predict(flux, three, halves, machine()) == predict(flux, four, halves, machine())
@@ -127,7 +127,7 @@ def test_of_several_branches_the_largest_share_counts(flux: ModelProfile) -> Non
 
 
 def test_a_small_step_of_two_branches_wants_few_exchanges() -> None:
-    """It has 1, 18 or 56 of them, each a millisecond."""
+    """The strategies have 1, 18 or 56 exchanges, each of a millisecond."""
     model = models.model("wan")
     plan = forecast(profile(model), workload(model, models.branches("wan", "even", num=2)), 2, machine(latency_s=1e-3))
     costs = {cost.spec.name: cost for cost in plan.costs if cost.spec.name in ("guidance2", "ulysses2", "tensor2")}
@@ -152,7 +152,7 @@ def test_picks_what_the_machine_is_good_at(flux: ModelProfile, slow: dict[str, A
 
 @pytest.mark.parametrize(("num_ranks", "measured_ms"), [(1, 121.9), (2, 67.95), (4, 37.91)])
 def test_the_known_machine_predicts_what_was_measured(flux: ModelProfile, num_ranks: int, measured_ms: float) -> None:
-    """1024 x 1024 in bf16 on H200s: benchmarks/reports/denoise_step_h200_2026-11-21.md; all by Ulysses."""
+    """The figures are for 1024 x 1024 in bf16 by Ulysses: benchmarks/reports/denoise_step_h200_2026-11-21.md."""
     plan = forecast(flux, replace(WORK, num_branches=1), num_ranks, H200)
     assert plan.chosen.spec == ParallelSpec(ulysses=num_ranks)
     assert plan.chosen.total_ms == pytest.approx(measured_ms, rel=0.05)

@@ -1,4 +1,4 @@
-"""What the cost model says of steps of other sizes than that for which it chose."""
+"""The cost model estimates steps of other sizes than the one it chose for."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def as_chosen(plans: Mapping[int, tuple[StepForecast, ...]]) -> TeamSpecs:
 
 
 def test_the_step_for_which_was_decided_takes_what_was_predicted(flux: ModelProfile) -> None:
-    """With halves of a guided step side by side, or one after the other."""
+    """The halves of a guided step run side by side, or one after the other."""
     plans = plans_of(flux, (1, 2))
     estimates = estimates_of(plans, as_chosen(plans))
     for num_branches in (1, 2):
@@ -50,7 +50,7 @@ def test_another_division_takes_its_own_time(flux: ModelProfile) -> None:
 
 @pytest.mark.parametrize("size", STEPS)
 def test_steps_are_estimated_to_take_about_what_they_were_measured_to(flux: ModelProfile, size: str) -> None:
-    """FLUX.1-dev on H200s, on teams of one, two and four, within a fifth."""
+    """FLUX.1-dev on H200s, on teams of one, two and four, is within a fifth."""
     plans = plans_of(flux, (1, 2, 4))
     width, height = map(int, size.split("x"))
     step_s = estimates_of(plans, as_chosen(plans)).step_s(TEXT + width * height / 16**2, 1)
@@ -58,7 +58,7 @@ def test_steps_are_estimated_to_take_about_what_they_were_measured_to(flux: Mode
 
 
 def test_small_models_gain_little_from_more_ranks() -> None:
-    """Which tokens alone do not tell: the exchanges of the shipped models' steps take longer than their products."""
+    """Tokens alone do not show it: exchanges in the shipped models' steps take longer than their products."""
     counted, slow = profile(models.model("flux")), replace(machine(latency_s=1e-3), quantised={})
     work = Workload(lengths=(("text", 16), ("image", 64)), num_branches=1)
     plans = {size: (forecast(counted, work, size, slow),) for size in (1, 2)}

@@ -1,4 +1,4 @@
-"""What is forecast from a measurement is what is chosen."""
+"""The forecast from a measurement equals the choice."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_auto_makes_the_choice_that_the_forecast_prints() -> None:
 
 
 def forecast_and_resolve() -> tuple[StepForecast, str]:
-    """With one machine's figures for both: two measurements differ."""
+    """Return both from one machine's figures: two measurements differ."""
     from dataclasses import replace
     from unittest.mock import patch
 

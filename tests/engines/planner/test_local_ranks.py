@@ -1,4 +1,4 @@
-"""Ranks outside a gang: their answer, their errors, their ends."""
+"""Ranks outside a gang answer, raise errors and end."""
 
 from __future__ import annotations
 

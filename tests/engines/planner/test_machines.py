@@ -1,4 +1,4 @@
-"""Machines by published figures: what they predict is what was measured on those that were there."""
+"""Machines by published figures predict the times measured on real ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def work(side: int) -> Workload:
 def test_h100s_take_what_was_measured(
     flux: ModelProfile, num_ranks: int, side: int, precision: str, measured_ms: float
 ) -> None:
-    """FLUX.1-dev, within a fifth: benchmarks/reports/quad_h100_2026-11-26.md."""
+    """FLUX.1-dev is within a fifth: benchmarks/reports/quad_h100_2026-11-26.md."""
     step = forecast(flux, work(side), num_ranks, MACHINES["h100"], precision)
     assert step.chosen.total_ms == pytest.approx(measured_ms, rel=0.2)
 
@@ -58,7 +58,7 @@ def test_what_was_measured_stays() -> None:
 
 @pytest.mark.parametrize("kind", ["all_to_all", "all_gather", "all_reduce", "rotation"])
 def test_exchanges_over_four_follow_from_those_over_two(kind: str) -> None:
-    """As they were measured, within a third."""
+    """They are within a third of the measured ones."""
     two = replace(H200, exchanges={key: line for key, line in H200.exchanges.items() if key.endswith("/2")})
     followed, measured = (one.exchanges[f"{kind}/4"].bytes_per_s for one in (two.for_ranks(4), H200))
     assert followed == pytest.approx(measured, rel=0.34)

@@ -1,4 +1,4 @@
-"""Measuring gives plausible numbers for every exchange and size of team, the same on all ranks."""
+"""Measuring gives plausible numbers for every exchange and team size, the same on all ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What certainly does not fit is refused with figures, on every rank; what may fit is not."""
+"""Every rank refuses a step that cannot fit, with figures, and runs one that may fit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ GIB = 2**30
 
 
 def test_the_figures_are_those_of_the_step() -> None:
-    """A model of 24 GiB on a rank of 32: 8 GiB are 2**20 tokens of 8 KiB, of which five copies are alive."""
+    """24 GiB of weights leave 8 GiB of 32: 2**20 tokens of 8 KiB, with five copies alive."""
     floor = MemoryFloor(available_bytes=32 * GIB, weight_bytes=24 * GIB, token_bytes=8192)
     fits = 2**20 // 5
     floor.check(fits, ParallelSpec())
@@ -52,7 +52,7 @@ def test_what_every_rank_holds_whole_is_not_divided() -> None:
 
 
 def test_no_step_takes_less_than_it_is_said_to() -> None:
-    """Counted by what an eager block allocates at once: a refusal is no guess."""
+    """The bound is what an eager block allocates at once, so a refusal is no guess."""
     hidden, num_tokens = 64, 512
     widen, narrow = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
     x_LD = torch.randn(num_tokens, hidden)
@@ -64,7 +64,7 @@ def test_no_step_takes_less_than_it_is_said_to() -> None:
 
 
 def refused(family: str) -> tuple[str, bool]:
-    """A gang whose second rank has less memory than a step needs: both refuse it, and go on with a smaller one."""
+    """Return the error of a gang whose second rank lacks memory, and whether a smaller step runs after it."""
     few = 2**20 if dist.get_rank() == 0 else 2**18
     model = models.model(family)
     weights = sum(weight.nbytes for module in model.modules.values() for weight in module.parameters())
@@ -96,12 +96,12 @@ def test_all_ranks_refuse_a_step_together_and_go_on() -> None:
 def tensors() -> dict[int, Tensor]:
     gc.collect()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of what else has a class to ask for
+        warnings.simplefilter("ignore")  # from other objects whose class is read
         return {id(x): x for x in gc.get_objects() if isinstance(x, Tensor)}
 
 
 def held_bytes(precision: str, *, fast: bool, additions: Mapping[str, Addition] = MappingProxyType({})) -> int:
-    """All storages that are alive of a model and an engine that made a step, with all ``additions``."""
+    """Return the bytes of all live storages of a model and an engine after a step, with all ``additions``."""
     before = tensors()
     model = replace(models.model.__wrapped__("flux"), additions=additions)
     mix = tuple((name, 1.0) for name in additions)
@@ -116,7 +116,7 @@ def held_bytes(precision: str, *, fast: bool, additions: Mapping[str, Addition] 
     ("precision", "fast"), [("native", False), ("int8", False), ("fp8", False), ("native", True), ("fp8", True)]
 )
 def test_weights_take_what_an_engine_holds(precision: str, fast: bool) -> None:
-    """Quantised layers replace those that were read, in a module and in a hand-ordered step."""
+    """Quantised layers replace the loaded ones, in a module and in a hand-ordered step."""
     counted = profile(models.model("flux"))
     layout = TokenLayout(lengths=(("text", 16), ("image", 24)), num_chunks=1)
     step = StepCost(counted, layout, ParallelSpec(), replace(H200, fast_path=fast), precision)
@@ -156,7 +156,7 @@ def test_loaded_values_of_weights_that_additions_change_count(precision: str, fa
 def test_what_jobs_compute_once_counts_for_two_jobs_and_for_a_captured_step(
     num_bytes: int, num_hoisted: int, copies: int
 ) -> None:
-    """For one, if two take more than the cache keeps; captured steps read no inputs above 2 GiB."""
+    """It counts once if two take more than the cache holds; captured steps read no inputs above 2 GiB."""
     counted = profile(models.model("flux"))
     layout = TokenLayout(lengths=(("text", 128), ("image", 256)), num_chunks=1)
     step = StepCost(counted, layout, ParallelSpec(), H200, "native")
@@ -182,7 +182,7 @@ def test_keys_of_two_jobs_prompts_are_kept_and_those_of_one_read_by_a_graph(
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_what_a_second_job_computes_once_rules_no_division_out(num_ranks: int) -> None:
-    """It is computed again at each step where it has no room. What one job needs must fit."""
+    """It is computed again at each step if there is no room. The values of one job must fit."""
     counted = replace(profile(models.model("flux")), hoisted_numbers=2**26)
     work = Workload(lengths=(("text", 128), ("image", 256)), num_branches=2)
     roomy = forecast(counted, work, num_ranks, H200).chosen

@@ -1,4 +1,4 @@
-"""What is counted of a model without its weights: what is known to be there."""
+"""A profile counts a model's work without its weights."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from tests.engines.support import models
 def test_published_models_cost_what_torch_counts(
     name: str, lengths: dict[str, int], tera_flop: float, untold: float
 ) -> None:
-    """A forward at 1024 x 1024 with 512 tokens of prompt, as torch's counter of operations sees diffusers' module at
-    full size (``python -m benchmarks.model_step``). Of Z-Image four blocks see text or picture alone, whole on every
-    rank: their work does not go by its one stream of tokens, and is left out."""
+    """The reference is torch's count for diffusers' module at full size (``python -m benchmarks.model_step``). Size and
+    prompt are 1024 x 1024 and 512 tokens. Four blocks of Z-Image see text or picture alone, whole on every rank: the
+    count by its one stream of tokens omits their work."""
     counted = profile(Checkpoint.of_configuration(name, "cpu", torch.bfloat16).weightless())
     linears = sum((cost.split_flops + cost.whole_flops) * lengths[stream] for stream, cost in counted.streams.items())
     attention = 4 * 4608**2 * counted.hidden * counted.num_attentions
@@ -60,7 +60,7 @@ def test_quantised_layers_change_no_rough_count(scheme: Scheme) -> None:
 
 
 def test_counts_the_published_model() -> None:
-    """11.9 B weights in 19 + 38 blocks."""
+    """It has 11.9 B weights in 19 + 38 blocks."""
     flux = profile(Checkpoint.of_configuration("FLUX.1-dev", "cpu", torch.bfloat16).weightless())
     assert flux.weight_bytes / 2 / 1e9 == pytest.approx(11.9, abs=0.05)
     assert flux.num_attentions == 57
@@ -78,7 +78,7 @@ def test_counts_full_width_norms_and_row_linears() -> None:
 @pytest.mark.parametrize("family", ["flux", "wan"])
 def test_one_block_counts_for_all_that_are_equal(family: str) -> None:
     counted = profile(models.model(family))
-    with patch("engines.planner.profile._signature", id):  # as if no two were equal: all run
+    with patch("engines.planner.profile._signature", id):  # with no two equal, all run
         assert profile(models.model(family)) == counted
 
 

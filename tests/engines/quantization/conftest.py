@@ -1,4 +1,4 @@
-"""The real builder, for graphs with quantised layers."""
+"""Provide the real builder, for graphs with quantised layers."""
 
 from tests.engines.tensorrt_engine.conftest import build_file, translations
 

@@ -27,7 +27,7 @@ def test_rows_of_very_different_size_keep_their_precision(scheme: Scheme, bias: 
     linear.weight.data *= torch.logspace(-2, 2, 32)[:, None]
     x = torch.randn(3, 40, 64) * torch.logspace(-3, 3, 40)[:, None]
     got, expected = LAYERS[scheme](linear)(x), linear(x)
-    # What a product may be wrong by goes with the lengths of its two factors: it may itself be next to nothing.
+    # The error bound of a product follows the norms of its factors: the product itself may be close to zero.
     lengths = x.norm(dim=-1, keepdim=True) * linear.weight.norm(dim=-1)
     assert got.shape == expected.shape
     assert ((got - expected).abs() / lengths).max() < ERROR[scheme]
@@ -40,7 +40,7 @@ def test_a_fixed_scale_is_used(scheme: Scheme) -> None:
     fitting = LAYERS[scheme](linear, float(x.abs().max()))(x)
     too_small = LAYERS[scheme](linear, float(x.abs().max()) / 50)(x)
     assert relative_difference(fitting, linear(x)) < ERROR[scheme]
-    assert relative_difference(too_small, linear(x)) > 0.5  # everything is cut off
+    assert relative_difference(too_small, linear(x)) > 0.5  # everything is clipped
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -63,7 +63,7 @@ def test_a_whole_model_stays_close(scheme: Scheme, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [torch.inf, torch.nan])
 def test_what_is_not_finite_gives_no_scale(value: float) -> None:
-    """As in float16, whose largest number some models exceed: a layer would divide by infinity, and paint nothing."""
+    """Some models exceed float16's largest number: a layer would divide by infinity and paint nothing."""
     (branch,) = models.branches("flux", "even")
     module = models.transformer("flux")
     text = torch.full_like(branch.inputs["encoder_hidden_states"], value)

@@ -1,4 +1,4 @@
-"""int8 and fp8: rounding, calibration records, and quantized graphs that compute what the quantized model does."""
+"""int8 and fp8 round right, record calibration, and give graphs that compute the quantized model's answer."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_the_graph_computes_what_the_quantized_model_does(
     prediction = case.predictions(cast_inputs)[1]
     quantize(module, model.plan, amax, kind)  # type: ignore[arg-type]
     quantized = reference(model, cast_inputs).float()
-    # in float32: in half precision, rounding moves values over a quantization step, and errors as large follow
+    # in float32: in half precision, rounding moves values over a quantization step and causes errors as large
     assert relative_error(prediction, quantized) < 0.3 * relative_error(quantized, plain)
     for target in ("sm89", "sm120"):
         text = read_engine_text(build_file(case.exported.graph.serialized(), target))

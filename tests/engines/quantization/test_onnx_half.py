@@ -1,11 +1,10 @@
 """Quantized graphs in half precision, where rounding moves values over quantization steps.
 
 A quantized model answers the smallest change of its input with flips: values near the middle between two steps land on
-the other one, and what follows differs by a whole step. Shaking the inputs of the float32 int8 model by the rounding
-of half precision (2**-11) moves its prediction by 2.2 % here, as much as the graph and the torch model in half
-precision, which round in different places, differ. So a whole forward can be compared no closer than that. Layer by
-layer, with the same input fed to both, it can be compared to half precision's own rounding, and that is where a fault
-would show.
+the other one, and later values differ by a whole step. Shaking the inputs of the float32 int8 model by the rounding of
+half precision (2**-11) moves its prediction by 2.2 % here. The graph and the torch model differ by as much in half
+precision, since they round in different places. So a whole forward allows no closer comparison. Layer by layer, with
+the same input fed to both, the bound is half precision's own rounding, and a fault would show there.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ LAYER_TOLERANCE = 2 * HALF_ROUNDING
 """Both results are rounded once to half precision: at most ``HALF_ROUNDING`` each (4.0e-4 measured in all)."""
 
 FLIPS = 2.0
-"""How many times the answer to a shake by rounding two roundings of a whole forward may differ (0.99 measured)."""
+"""Allowed ratio of two roundings of a whole forward to the answer to a shake by rounding (0.99 measured)."""
 
 
 class Each(nn.Module):
-    """Every layer on an input of its own."""
+    """Runs every layer on an input of its own."""
 
     def __init__(self, layers: list[QuantizedLinear]) -> None:
         super().__init__()
@@ -43,7 +42,7 @@ class Each(nn.Module):
 
 
 def quantized_model(family: str, kind: Scheme, dtype: torch.dtype) -> tuple[DenoiserModel, dict[str, Tensor]]:
-    """Scales and weights as half precision holds them, in ``dtype``; and the inputs."""
+    """Return the model and inputs in ``dtype``, with scales and weights rounded to half precision."""
     specimen = SPECIMENS[family]
     model, inputs = specimen.model(), specimen.inputs()
     (module,) = model.modules.values()
@@ -55,7 +54,7 @@ def quantized_model(family: str, kind: Scheme, dtype: torch.dtype) -> tuple[Deno
 
 
 def layers_run(model: DenoiserModel, inputs: dict[str, Tensor]) -> list[tuple[QuantizedLinear, Tensor, Tensor]]:
-    """Each quantized layer with what it got and gave in one forward."""
+    """Return each quantized layer with its input and output in one forward."""
     (module,) = model.modules.values()
     seen: list[tuple[QuantizedLinear, Tensor, Tensor]] = []
     layers = [layer for layer in module.modules() if isinstance(layer, QuantizedLinear)]
@@ -116,7 +115,7 @@ def test_a_whole_forward_differs_by_no_more_than_flips_explain(family: str) -> N
         }
         flips.append(relative_error(reference(wide, shaken), exact))
     half, half_inputs = quantized_model(family, "int8", torch.float16)
-    # the half-precision model is quantized already: the exporter takes it as it is
+    # the half-precision model is quantized already: the exporter takes it unchanged
     case = export_case(half, half_inputs, ParallelSpec.of("ulysses", 2), weights_as_inputs=False)
     for prediction in case.predictions(half_inputs):
         assert relative_error(prediction, reference(half, half_inputs).float()) <= FLIPS * sorted(flips)[1]

@@ -1,4 +1,4 @@
-"""Gloo ranks for tests: real processes, forked from one server that has imported torch, and kept for many calls.
+"""Gloo ranks for tests: processes forked from one server that has imported torch, and reused for many calls.
 
 Rank r of a gang runs ``function(*args)`` when the test calls ``gang.run(function, *args)``; functions and arguments are
 pickled (by value: torch's sharing of tensors between processes is not used), so functions live at the top of a module.
@@ -26,7 +26,7 @@ PRELOAD = ["torch", "torch.distributed", "diffusers.models.transformers.transfor
 PRELOAD += ["diffusers.models.transformers.transformer_wan", "tests.engines.support.models"]
 PRELOAD += ["pipelines.blocks.encoder", "pipelines.blocks.sampler", "diffusers.pipelines.auto_pipeline"]
 PRELOAD += ["engines.torch_engine.engine", "pytest"]
-"""Shared by all ranks, each of which would import it for seconds otherwise."""
+"""Modules shared by all ranks; each rank would otherwise import them for seconds."""
 NO_ANSWER = (False, "no answer")
 
 
@@ -46,12 +46,12 @@ class Gang:
             process.start()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Results in rank order. An exception on any rank is raised here, with its traceback as text."""
+        """Return the results in rank order. Raise an exception of any rank here, with its traceback as text."""
         for pipe in self._pipes:
             pipe.send_bytes(pickle.dumps((function, args)))
         answers = [pickle.loads(pipe.recv_bytes()) if pipe.poll(PATIENCE_S) else NO_ANSWER for pipe in self._pipes]
         if NO_ANSWER in answers:
-            self.close()  # it may come later, when another test waits for its own
+            self.close()  # the answer may come later, when another test waits for its own
             gang.cache_clear()
         failed = [f"rank {rank}: {answer}" for rank, (ok, answer) in enumerate(answers) if not ok]
         if failed:
@@ -67,15 +67,15 @@ class Gang:
 
 @cache
 def gang(num_ranks: int) -> Gang:
-    """One gang per size for the whole test run."""
+    """Return the one gang of this size for the whole test run."""
     made = Gang(num_ranks)
     atexit.register(made.close)
     return made
 
 
 def _serve(pipe: Connection, rank: int, num_ranks: int, port: int) -> None:
-    gc.freeze()  # what was preloaded stays: a search for garbage would copy its pages besides
-    gc.set_threshold(20_000)  # as in the tests' own process
+    gc.freeze()  # preloaded objects stay: a garbage collection would copy their pages, too
+    gc.set_threshold(20_000)  # the value of the tests' own process
     torch.set_num_threads(1)
     patience = timedelta(seconds=PATIENCE_S)
     store = dist.TCPStore("127.0.0.1", port, num_ranks, timeout=patience)  # type: ignore[attr-defined]

@@ -18,7 +18,7 @@ SIZES = {"even": EVEN, "uneven": UNEVEN}
 
 
 def shake(module: torch.nn.Module, seed: int = 3) -> Any:
-    """Fresh weights are too small or zero in places: faults in attention, modulation and norms would hardly show."""
+    """Replace fresh weights, which are too small or zero in places, so that faults in attention and norms show."""
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in module.named_parameters():
         noise = torch.randn(parameter.shape, generator=generator)
@@ -34,7 +34,7 @@ def shake(module: torch.nn.Module, seed: int = 3) -> Any:
 
 @cache
 def model(family: str) -> DenoiserModel:
-    """The family's transformer with its shard plan and its attention processors."""
+    """Return the family's transformer with its shard plan and its attention processors."""
     from tests.support.flux_denoiser import as_denoiser as flux_denoiser
     from tests.support.wan_denoiser import as_denoiser as wan_denoiser
 
@@ -43,12 +43,12 @@ def model(family: str) -> DenoiserModel:
 
 
 def transformer(family: str) -> Any:
-    """Diffusers' module with attention processors of its own."""
+    """Return diffusers' module with its own attention processors."""
     return {"flux": flux, "wan": _wan}[family]()
 
 
 def flux(num_heads: int = 8, num_blocks: int = 2) -> Any:
-    """``num_blocks`` of each kind."""
+    """Return a FLUX transformer with ``num_blocks`` of each kind."""
     from diffusers import FluxTransformer2DModel
 
     depth = {"num_layers": num_blocks, "num_single_layers": num_blocks}
@@ -66,7 +66,7 @@ def _wan() -> Any:
 
 
 def branches(family: str, length: str, num: int = 1, seed: int = 5) -> tuple[Branch, ...]:
-    """``num`` forwards of one step that differ in their text (and in FLUX its length too)."""
+    """Return ``num`` forwards of one step that differ in their text (and in FLUX in its length)."""
     generator = torch.Generator().manual_seed(seed)
     make = {"flux": _flux_inputs, "wan": _wan_inputs}[family]
     latents: dict[str, Tensor] = {}

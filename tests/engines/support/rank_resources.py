@@ -11,7 +11,7 @@ from engines.core.resources import RankResources, open_rank_resources
 
 @contextmanager
 def separate_rank_resources() -> Iterator[RankResources]:
-    """Open new resources for the block; those from before are back after it."""
+    """Open new resources for the block; restore the earlier ones after it."""
     before, opened = resources._current, open_rank_resources()
     try:
         yield opened

@@ -1,4 +1,4 @@
-"""Engine files built once per test session: the real builder, a shared cache of its answers."""
+"""Build engine files once per test session, with the real builder and a shared cache."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast
 
 Build = Callable[..., bytes]
 read_translations = functools.cache(ONNXRegistry.from_torchlib)
-"""Kept beyond the package, which in two processes begins and ends several times."""
+"""The cache outlives the package fixture, which two processes set up several times."""
 
 
 @pytest.fixture(scope="package", autouse=True)
 def translations() -> Iterator[None]:
-    """The exporter's own table of translations, read once: it reads the source of five hundred at every export."""
+    """Read the exporter's table of translations once; each export would read the source of five hundred."""
 
     def copied(opset_version: int) -> ONNXRegistry:
         registry = ONNXRegistry()
@@ -42,7 +42,7 @@ def translations() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def build_file() -> Build:
-    """``build_file(onnx_bytes, "sm89", **options)`` -> engine file; a refusal is raised again for every asker."""
+    """Return ``build_file(onnx_bytes, "sm89", **options)`` -> engine file; each caller gets a refusal anew."""
     answers: dict[tuple[str, str], bytes | BuildError] = {}
 
     def engine_file_of(onnx_file: bytes, target: str = "sm89", **options: object) -> bytes:
@@ -65,7 +65,7 @@ Exports = Callable[[Key], Case]
 
 @pytest.fixture(scope="session")
 def exports() -> Exports:
-    """Each case of the matrix, exported once."""
+    """Export each case of the matrix once."""
 
     @functools.cache
     def case_of(key: Key) -> Case:
@@ -83,7 +83,7 @@ Ring = tuple[DenoiserModel, EngineExport]
 
 @pytest.fixture(scope="session")
 def ring() -> Ring:
-    """Four blocks of Wan in half precision, exported for a ring of two ranks: in segments."""
+    """Export four blocks of Wan in half precision for a ring of two ranks: in segments."""
     specimen = SPECIMENS["wan"]
     model = specimen.model()
     transformer = model.modules["transformer"]

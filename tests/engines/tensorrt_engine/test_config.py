@@ -1,4 +1,4 @@
-"""What the configuration refuses, and that the refusal says what would work."""
+"""The configuration refuses values that cannot work, and each error names what would."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_weights_are_inputs_or_constants() -> None:
 
 
 def test_several_ranks_need_a_plan(model: Callable[[torch.dtype], DenoiserModel]) -> None:
-    """Without one, the ranks would do the same work and take each other's tokens for their own."""
+    """Otherwise the ranks would do the same work and mistake each other's tokens for their own."""
     planless = replace(flux := model(torch.bfloat16), plan=replace(flux.plan, shards=(), linears=()))
     TensorRTConfig().resolve(planless, 1, SM89)
     with pytest.raises(ValueError, match=r"no plan to divide FluxTransformer2DModel over 2 ranks: .*num_ranks: 1"):

@@ -1,4 +1,4 @@
-"""``TensorRTEngine`` on real ranks: teams, guidance pairs, engines made once per shape. onnxruntime runs the graphs."""
+"""``TensorRTEngine`` on Gloo ranks has teams, guidance pairs and one engine per shape. onnxruntime runs the graphs."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def alone(model: DenoiserModel) -> Division:
 
 
 class Asked(Exception):
-    """How many branches an export was asked for."""
+    """Carries the number of branches of an export."""
 
 
 class AskedExporter(Exporter):
@@ -81,7 +81,7 @@ class AskedExporter(Exporter):
 
 @pytest.mark.parametrize(("constants", "num_together"), [({}, 2), ({"grid": (1, 4)}, 1)])
 def test_sizes_with_constants_of_their_own_share_no_engine(constants: dict[str, object], num_together: int) -> None:
-    """An engine has the constants of one size inside, so no other would ever be taken by it."""
+    """An engine contains the constants of one size, so no other size could use it."""
     model = SPECIMENS["flux"].model()
     sizes = (SIZES["likely"], SIZES["other"])
     engine = TensorRTEngine(

@@ -1,4 +1,4 @@
-"""A rank that does not enqueue leaves the others inside a collective for ever: the gang must end them."""
+"""A rank that does not enqueue leaves the others inside a collective for ever, so the gang ends them."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def expected() -> torch.Tensor:
 
 
 async def after_a_step(gang: Gang, name: str) -> asyncio.Task[GangBrokenError]:
-    """What a job will end with, of which one step is done."""
+    """Return a job's coming error once one of its steps is done."""
     steps: list[int] = []
     task = asyncio.ensure_future(outcome_of(gang, job(name), steps))
     await eventually(lambda: steps)
     return task
 
 
-@pytest.mark.slow  # every run has both halves: what the runtime raises, and a rank whose engine raises
+@pytest.mark.slow  # every run has both halves: the runtime's error, and a rank whose engine raises
 async def test_a_rank_that_cannot_enqueue_breaks_the_gang_before_any_deadline(
     ray_cluster: None, tmp_path: Path
 ) -> None:

@@ -1,4 +1,4 @@
-"""The trained models through engine graphs: predictions of all ranks, and a whole picture of four ranks."""
+"""The trained models run through engine graphs: predictions of all ranks, and a whole picture of four ranks."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DIVISIONS = (
     ("tensor", 4),
 )  # fmt: skip
 EVERY_RUN: set[tuple[str, tuple[str, int], str]] = set()
-"""A whole picture is made by the first of them in every run."""
+"""The first of them makes a whole picture in every run."""
 
 pytestmark = pytest.mark.skipif(len(shipped_checkpoints()) < 2, reason="the trained models are not in this tree")
 
@@ -64,7 +64,7 @@ def exported(name: str, strategy: str, num_ranks: int, precision: str) -> Case:
 
 
 def check_predictions(case: Case, name: str, precision: str, branch: Branch, exact: Branch) -> None:
-    """``branch`` is ``exact`` in ``precision``. bfloat16 is skipped: onnxruntime has no such kernels on the CPU."""
+    """Check ``branch``, which is ``exact`` in ``precision``. Skip bfloat16: onnxruntime has no CPU kernels for it."""
     if precision in TOLERANCE:
         whole = predicted(name, exact)
         for prediction in case.predictions(branch.inputs):
@@ -93,7 +93,7 @@ def test_trained_models_predict_alike_on_every_rank(
 def test_trained_models_in_a_range_of_batches_and_sizes(
     build_file: Build, name: str, strategy: str, num_ranks: int, precision: str
 ) -> None:
-    """One graph for two of the one size, one of the other, and one engine file with a profile over both."""
+    """One graph serves a batch of two and another size, with one engine file and a profile over both."""
     dtype = DTYPES[precision]
     asked = [twice(first_branch(name, dtype, "wide")), first_branch(name, dtype, "narrow")]
     exact = [twice(first_branch(name, torch.float32, "wide")), first_branch(name, torch.float32, "narrow")]
@@ -107,7 +107,7 @@ def test_trained_models_in_a_range_of_batches_and_sizes(
 
 
 def test_a_size_that_a_hybrid_would_have_to_pad_gets_an_engine_of_its_own() -> None:
-    """45 tokens of each rank make no two equal shares of queries."""
+    """A rank's 45 tokens do not split into two equal shares of queries."""
     name, spec = "wan-shapes", ParallelSpec.of("hybrid", 4)
     model = load(name, torch.float32)
     with offline_team(spec) as team:
@@ -118,7 +118,7 @@ def test_a_size_that_a_hybrid_would_have_to_pad_gets_an_engine_of_its_own() -> N
 
 
 def test_a_whole_picture_of_four_ranks() -> None:
-    """20 steps; and with one exchange broken it is another picture."""
+    """The picture has 20 steps; with one exchange broken it is another picture."""
     name, case = "flux-shapes", exported("flux-shapes", "ulysses", 4, "fp32")
     request = request_for(name)
     assert request.num_inference_steps == 20

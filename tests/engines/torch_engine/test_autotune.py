@@ -1,4 +1,4 @@
-"""Strategy "auto" is decided once, by timed steps, and stays as it is however often a gang is started."""
+"""Timed steps decide strategy "auto" once, and later starts of the gang have the same decision."""
 
 from __future__ import annotations
 
@@ -63,16 +63,16 @@ MEASURED = Times(strategies_ms=STRATEGIES_MS)
 SWAPPED = Times(strategies_ms={**STRATEGIES_MS, "ring2": 50.0})
 ULYSSES_MS = {"ring2": 71.4, "allgather_kv2": 71.4, "ulysses2": 55.0}
 NUM_TOKENS = {"even": 40, "uneven": 34}
-"""Of the two steps of the model; the first is the typical one."""
+"""Tokens of the model's two steps; the first is the typical one."""
 IN_PARTS = f"in parts from {NUM_TOKENS['even']} tokens"
 NO_MEMORY, NO_STREAMS = "without peer memory", "without side streams"
 USUAL = ExchangeRules()
 
-# What is decided, and stays so.
+# The decision, which stays.
 
 
 def starts(folder: Path, several: list[Times], num_folders: int) -> list[Started]:
-    """Gangs one after the other, of which so many have a folder of their own; each measures other times."""
+    """Start gangs one after the other, in ``num_folders`` folders; each measures other times."""
     with ExitStack() as stack:
         if any(times.exchange for times in several):
             stack.enter_context(choice_of_exchange(fast=False))
@@ -134,7 +134,7 @@ def test_long_steps_are_timed_once_and_branches_in_turn_never(guidance_ms: float
 
 @pytest.mark.parametrize(("step_s", "num_timed"), [(0.2, 1 + NUM_TIMED), (0.6, 1)])
 def test_a_capture_makes_no_step_long(step_s: float, num_timed: int) -> None:
-    """It runs the step several times."""
+    """A capture runs the step several times."""
     engine, times_s = Mock(device=torch.device("cpu")), list[float]()
 
     def timed_s(*_: Any) -> float:
@@ -220,11 +220,11 @@ def test_only_plain_blocks_of_long_steps_are_cut() -> None:
 
 
 class TrialError(RuntimeError):
-    """A trial fails."""
+    """Fails a trial."""
 
 
 def after_a_failed_trial(folder: Path) -> tuple[bool, int]:
-    """Return whether a trial of few blocks that fails left the module as it was, and the blocks that it has."""
+    """Return whether a failed trial of few blocks left the module unchanged, and the number of its blocks."""
     (branch,), model = models.branches("wan", "even"), models.model("wan")
     module = model.modules["transformer"]
     before = model.forward(module, branch.arguments)
@@ -269,7 +269,7 @@ THREE = Times(strategies_ms={"ring3": 60.0, "allgather_kv3": 50.0, "ulysses3": 6
 
 
 def test_as_many_branches_as_a_step_has_are_decided_on(tmp_path: Path) -> None:
-    """One alone, two (no team of three ranks has halves), and three at once; and kept so."""
+    """A step has one, two (three ranks have no halves) or three branches at once; a later gang reads the file."""
     for first, again in gang(3).run(of_three_branches, tmp_path):
         assert (first.strategy, first.at_once) == ("allgather_kv3", "guidance3")
         assert (again.strategy, again.at_once, again.num_timed) == ("allgather_kv3", "guidance3", 0)
@@ -285,7 +285,7 @@ def of_three_branches(folder: Path) -> list[Started]:
 
 
 def after(folder: Path, change: Any, times: Times = MEASURED) -> tuple[dict[str, Any], Started]:
-    """What a gang writes, and one that starts after the file was changed: some of its fields, or all of its text."""
+    """Return a gang's decision file, and a gang started after ``change`` in some fields or the whole text."""
     with ExitStack() as stack:
         if times.exchange:
             stack.enter_context(choice_of_exchange(fast=False))
@@ -300,7 +300,7 @@ def after(folder: Path, change: Any, times: Times = MEASURED) -> tuple[dict[str,
 
 
 def changed(document: dict[str, Any], change: Mapping[str, Any]) -> dict[str, Any]:
-    """A decision with other fields; None takes one away, and ``strategies`` are those of two ranks."""
+    """Return a decision with changed fields; None removes a field, and ``strategies`` are those of two ranks."""
     strategies = document["strategies"]
     fields = {**document, **change, "strategies": {**strategies, "2": change.get("strategies", strategies["2"])}}
     return {name: value for name, value in fields.items() if value is not None}
@@ -341,7 +341,7 @@ def test_two_gangs_that_start_at_once_decide_the_same(tmp_path: Path) -> None:
 
 
 def race(folder: Path) -> str:
-    """Another gang writes its decision while this one times steps that say otherwise."""
+    """Let another gang write its decision while this one times steps that favour another strategy."""
     other = start(choosing(folder), 1, MEASURED).strategy
     asked = []
 
@@ -361,7 +361,7 @@ def race(folder: Path) -> str:
 
 
 def decided(folder: Path, fast: bool, exchange: dict[str, float], options: TorchOptions | None = None) -> ExchangeRules:
-    """What a gang decides where rules that are unusual take so many times what the usual ones do."""
+    """Return a gang's decision when unusual rules multiply the usual time by the factors in ``exchange``."""
     times = Times(strategies_ms=ULYSSES_MS, exchange=exchange)
     with choice_of_exchange(fast=fast):
         started = start(choosing(folder), 1, times, options)
@@ -392,7 +392,7 @@ def test_rules_that_are_faster_by_more_than_noise_are_taken(
 
 
 def at_odds(folder: Path) -> ExchangeRules:
-    """One rank gains what the other one loses."""
+    """Let one rank gain what the other one loses."""
     return decided(folder, False, {IN_PARTS: 0.5 if dist.get_rank() else 1.5})
 
 
@@ -409,7 +409,7 @@ def test_configured_rules_are_not_timed(peer_memory: bool, tmp_path: Path) -> No
 
 
 def left_open_and_then_not(folder: Path) -> list[bool]:
-    """Gangs one after the other: the first decides against peer memory, the second is configured to use it."""
+    """Start gangs in turn: the first decides against peer memory, the second is configured to use it."""
     options = (None, TorchOptions(peer_memory=True), None)
     return [decided(folder, True, {NO_MEMORY: 0.8}, each).peer_memory for each in options]
 
@@ -419,7 +419,7 @@ def test_configured_rules_count_more_than_the_decision(tmp_path: Path) -> None:
 
 
 def kernels_of(rules: ExchangeRules) -> list[int]:
-    """How many kernels in parts an engine has made after a step of either length, by ``rules`` and then as usual."""
+    """Return the number of kernels in parts made after each step, by ``rules`` and then as usual."""
     made: list[int] = []
 
     def counted(*args: Any) -> Any:
@@ -440,7 +440,7 @@ def kernels_of(rules: ExchangeRules) -> list[int]:
 
 
 def test_an_engine_with_its_weights_goes_over_to_other_rules() -> None:
-    """From as many tokens on as they say, and back again."""
+    """The rules apply from their number of tokens on, and can be undone."""
     assert gang(2).run(kernels_of, ExchangeRules(parts_from_tokens=NUM_TOKENS["even"])) == [[1, 1, 1, 1]] * 2
     assert gang(2).run(kernels_of, ExchangeRules(parts_from_tokens=1)) == [[1, 2, 2, 2]] * 2
 
@@ -453,7 +453,7 @@ def divided(
 
 
 def changes(each: DividedForward, rules: ExchangeRules = USUAL, peer_memory: bool = True) -> list[str | None]:
-    """What each alternative in turn makes of ``rules``."""
+    """Return the change that each alternative in turn makes to ``rules``."""
     reaches = (lambda _: True) if peer_memory else None
     with patch.object(autotune, "from_all_ranks", lambda value: [value]):
         several = [alternative(name, rules, (each,), reaches) for name in EXCHANGE_FIELDS]

@@ -1,4 +1,4 @@
-"""Locks of the hosts, which a gang takes while it times steps."""
+"""A gang takes the locks of its hosts while it times steps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NUM_LOOKS = 3
 
 
 class Others(ExitStack):
-    """A process that prepares on the hosts named ``names``, until a rank has looked so often whether it still does."""
+    """Holds the locks of the hosts ``names`` until a rank has looked ``NUM_LOOKS`` times."""
 
     def __init__(self, folder: Path, *names: str) -> None:
         super().__init__()
@@ -39,8 +39,8 @@ class Others(ExitStack):
 
 
 def looked(folder: Path, hosts: tuple[str, str], patience_s: float = 10.0) -> tuple[int, bool, bool]:
-    """How often a rank looked while the first host was busy, whether its own host was free between two looks, and is
-    taken once the gang holds the locks."""
+    """Return how often a rank looked while the first host was busy. Return whether its own host was free between two
+    looks, and is locked once the gang holds the locks."""
     dist.barrier()
     host = hosts[dist.get_rank()]
     others = Others(folder, *([host] if dist.get_rank() == 0 else []))
@@ -73,7 +73,7 @@ def test_a_gang_waits_until_no_process_of_its_host_prepares(tmp_path: Path) -> N
 
 
 def test_it_takes_the_locks_of_all_hosts_or_none(tmp_path: Path) -> None:
-    """A gang that held one and waited for another might wait for a gang that does the same."""
+    """A gang with one lock that waited for another could deadlock with a gang that does the same."""
     first, second = gang(2).run(looked, tmp_path, ("a", "b"))
     assert first == (NUM_LOOKS, False, True)
     assert second == (NUM_LOOKS, True, True)
@@ -91,7 +91,7 @@ def test_without_a_lock_it_waits_for_no_process() -> None:
 
 
 class Watched(Times):
-    """Sees whether others may prepare while a step is timed."""
+    """Checks that the lock is held while a step is timed."""
 
     lock: HostLock
 

@@ -1,4 +1,4 @@
-"""What a gang with weights in files checks at its start."""
+"""A gang with weights in files runs its checks at start."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.engines.support import models
 
 
 class BrokenEngine(TorchEngine):
-    """One whose answers are no numbers."""
+    """An engine whose answers are NaN."""
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         return tuple(torch.full_like(answer, torch.nan) for answer in super().predict(branches, ranks))
@@ -63,7 +63,7 @@ def test_attention_in_float8_is_compared_and_stays(monkeypatch: pytest.MonkeyPat
 def test_a_gang_whose_steps_it_changes_too_much_does_not_start(
     choice: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether the gang computes so, or requests may ask for it."""
+    """The gang itself may compute so, or requests may ask for it."""
     here = RankContext(rank=0, num_ranks=1, device="cpu")
     load_engine("torch", models.model("flux"), here, strategy="ulysses", **choice).close()
     monkeypatch.setattr(checks, "MAX_ATTENTION_ERROR", 0.001)
@@ -85,7 +85,7 @@ def test_a_hand_ordered_step_has_the_same_attention() -> None:
 
 
 def check(made: type[TorchEngine]) -> float:
-    """On one rank, whose only strategy has no name that may be asked for."""
+    """Check on one rank, whose only strategy has no name to configure."""
 
     def make(model: DenoiserModel, *, strategy: str) -> TorchEngine:
         return made(model, strategy="ulysses")

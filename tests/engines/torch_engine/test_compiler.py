@@ -1,4 +1,4 @@
-"""Per-block compilation traces the exchanges too, one graph a kind of block, and answers as eager does."""
+"""Per-block compilation traces the exchanges too, makes one graph a kind of block, and answers like eager."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_more_shapes_than_may_be_compiled_run_uncompiled(caplog: pytest.LogCaptu
 
 
 def predict_compiled(family: str, strategy: str) -> tuple[tuple[Tensor, ...], int]:
-    """Dynamo's tracing without Inductor's code generation, which takes 20 s a shape."""
+    """Predict with Dynamo's tracing and without Inductor's code generation, which takes 20 s a shape."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     traced = partial(compile_blocks, backend="eager")

@@ -1,4 +1,4 @@
-"""Traced products of complex numbers are rewritten in real ones where that is the same, and nowhere else."""
+"""Traced products of complex numbers are rewritten in real ones if the result is the same, and only then."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def scaled(x: Tensor, freqs: Tensor) -> Tensor:
 
 
 def kept(x: Tensor, freqs: Tensor) -> Tensor:
-    """It also writes into memory that it is given, as a block that fills a cache of keys does."""
+    """Write into a given tensor as well, like a block that fills a cache of keys."""
     x.copy_(rotated(x, freqs))
     return freqs.abs()
 

@@ -1,4 +1,4 @@
-"""The file of a decision: what replaces it, and what it depends on."""
+"""A decision's file is replaced when it must be, and depends on the right inputs."""
 
 from __future__ import annotations
 

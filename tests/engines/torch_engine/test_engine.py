@@ -1,4 +1,4 @@
-"""One engine on a gang of four: any team, several teams at a time, any mix of branches; and its options."""
+"""One engine on a gang of four runs any team, several teams at a time, and any mix of branches; its options work."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Teams = tuple[tuple[int, ...], ...]
 
 @pytest.mark.parametrize("strategy", ["hybrid", "guidance", "auto"])
 def test_teams_of_any_width_side_by_side(strategy: str) -> None:
-    """2 + 1 + 1, 4, 1 + 1 + 2, 2 + 2, 1 + 1 + 1 + 1 with no reload; every rank gives its job's answer."""
+    """Teams of all widths run side by side without a reload; every rank gives its job's answer."""
     plans: tuple[Teams, ...] = (
         ((0, 1), (2,), (3,)),
         ((0, 1, 2, 3),),
@@ -51,7 +51,7 @@ def test_teams_of_any_width_side_by_side(strategy: str) -> None:
 
 
 def job_branches(job: int) -> tuple[Branch, ...]:
-    """Jobs differ in seed, length and number of branches."""
+    """Return the branches of a job; jobs differ in seed, length and number of branches."""
     length = ("even", "uneven")[job % 2]
     return models.branches("flux", length, num=1 + job % 2, seed=50 + job)
 
@@ -61,7 +61,7 @@ def alone(branches: tuple[Branch, ...]) -> tuple[Tensor, ...]:
 
 
 def fail_and_go_on() -> tuple[str, str, Tensor]:
-    """What inputs of another width raise, what a last layer that fails raises, and a right prediction after both."""
+    """Return the errors of too wide inputs and of a failing last layer, and a right prediction after both."""
     model, ranks = models.model("flux"), (0, 1)
     (right,) = models.branches("flux", "even")
     engine = TorchEngine(model, strategy="ulysses", fast=False)
@@ -79,7 +79,7 @@ def fail_and_go_on() -> tuple[str, str, Tensor]:
 
 
 def test_a_forward_that_fails_before_any_exchange_fails_its_job_alone() -> None:
-    """All ranks tell the same, and go on; one that fails later is no job's failure."""
+    """All ranks raise the same error and go on; a later failure is no job's failure."""
     (expected,) = alone(models.branches("flux", "even"))
     (first, *_), *others = results = gang(2).run(fail_and_go_on)
     assert "mat1 and mat2 shapes cannot be multiplied" in first
@@ -91,7 +91,7 @@ def test_a_forward_that_fails_before_any_exchange_fails_its_job_alone() -> None:
 
 @pytest.mark.parametrize("strategy", ["ulysses", "ring", "guidance", "ulysses2xtensor2"])
 def test_the_fast_path_gives_the_same_answers(strategy: str) -> None:
-    """On a team of four and alone; with weights split, where there is no fast path, the module runs instead."""
+    """It holds on a team of four and alone; with split weights there is no fast path, and the module runs."""
     for ranks in ((0, 1, 2, 3), None):
         for answer in gang(4).run(predict_fast, strategy, ranks):
             assert max(map(relative_difference, answer, alone(mixed()))) <= 1e-5
@@ -148,7 +148,7 @@ def run_plans(strategy: str, plans: tuple[Teams, ...]) -> list[tuple[Tensor, ...
 
 
 def test_several_jobs_in_one_prediction() -> None:
-    """Branches of different jobs, of which only some can be paired: shapes 1 1 | 2 | 1 1."""
+    """Only some branches of different jobs can be paired: shapes 1 1 | 2 | 1 1."""
     for answer in gang(4).run(predict_mixed):
         errors = list(map(relative_difference, answer, alone(mixed())))
         assert len(errors) == 5
@@ -252,7 +252,7 @@ def test_closing_gives_the_model_back() -> None:
 
 
 def streams_of(rules: ExchangeRules) -> dict[int, list[tuple[str, bool]]]:
-    """The side streams of steps over two ranks and over one, and whether these are in use."""
+    """Return the side streams of steps over two ranks and over one, and whether they are in use."""
     used: list[tuple[str, bool]] = []
 
     def recorded(device: torch.device, name: str, *, in_use: bool = True) -> SideStream:
@@ -272,7 +272,7 @@ def streams_of(rules: ExchangeRules) -> dict[int, list[tuple[str, bool]]]:
 
 
 def test_side_streams_are_of_teams_alone() -> None:
-    """One rank goes on as it did."""
+    """A single rank keeps its streams."""
     alone = [("stream", True), ("mlp", False)]
     for in_use in (True, False):
         expected = {2: [("stream", in_use), ("mlp", in_use)], 1: alone}

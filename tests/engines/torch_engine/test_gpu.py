@@ -1,4 +1,4 @@
-"""What only a GPU can show: Triton's kernels as compiled, capture and replay, and half-precision accuracy."""
+"""On a GPU: Triton's kernels as compiled, capture and replay, and half-precision accuracy."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_half_precision_is_as_exact_as_the_modules() -> None:
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("visible", ["all", "hidden"])
 def test_ranks_share_memory(visible: str) -> None:
-    """In every order of work, uncaptured, captured and replayed; where ranks see their own GPU only, too."""
+    """It holds for every path, uncaptured, captured and replayed, and if ranks see only their own GPU."""
     module = "tests.engines.torch_engine.support.peer_check"
     num_ranks = 4 if torch.cuda.device_count() >= 4 else 2
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]

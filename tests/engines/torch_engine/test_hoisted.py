@@ -1,4 +1,4 @@
-"""What is hoisted out of the steps of a schedule equals what each would compute, and is computed once a job."""
+"""Values hoisted out of a schedule's steps equal what each step would compute, and are computed once a job."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_tensors_changed_in_place_are_not_taken_for_the_old_ones() -> None:
 
 @torch.no_grad()
 def test_a_step_is_never_taken_for_one_that_went() -> None:
-    """It could lie at the address of one that went, if that did not stay as long as its results."""
+    """A new step could have the address of a deleted one: the cache keeps steps as long as results."""
     branch, weights, fast = parts()
     cache, is_there = HoistedCache(), weakref.ref(fast)
     cache.step_tensors(branch, weights, fast)
@@ -126,7 +126,7 @@ def test_a_step_is_never_taken_for_one_that_went() -> None:
 
 
 def test_the_least_recently_used_entry_is_evicted() -> None:
-    cache, computed = HoistedCache(max_bytes=2 * 32), []  # of two results
+    cache, computed = HoistedCache(max_bytes=2 * 32), []  # room for two results
     texts = [torch.full((8,), float(number)) for number in range(3)]
 
     def hoist(_module: torch.nn.Module, inputs: ModelInputs) -> ModelInputs:
@@ -141,7 +141,7 @@ def test_the_least_recently_used_entry_is_evicted() -> None:
 
 
 def test_branches_that_share_inputs_share_one_result() -> None:
-    """It goes before the next one takes memory, if it is large; constants and other inputs do not matter."""
+    """A large result is freed before the next one takes memory; constants and other inputs do not matter."""
     cache, computed = HoistedCache(hoisted_inputs=("clip",), min_entries=1, max_bytes=1), []
     clips = [torch.full((8,), float(number)) for number in range(2)]
     results = list[weakref.ref[torch.Tensor]]()
@@ -182,7 +182,7 @@ def test_what_two_branches_take_turns_with_stays_however_large() -> None:
 
 
 def test_results_of_an_ended_job_go_before_others_take_memory() -> None:
-    """Whatever new tensors lie where those of the ended job were."""
+    """New tensors may have the addresses of the ended job's."""
     cache, results = HoistedCache(), list[weakref.ref[torch.Tensor]]()
 
     def hoist(_module: torch.nn.Module, arguments: Arguments) -> ModelInputs:
@@ -202,7 +202,7 @@ def test_results_of_an_ended_job_go_before_others_take_memory() -> None:
 @pytest.mark.parametrize("name", ["LTX-2", "Wan2.2-T2V-A14B", "ideogram-4"])
 @pytest.mark.parametrize("gib", [80, 24])
 def test_two_jobs_with_guidance_take_turns_at_every_step_as_far_as_memory_is_counted(name: str, gib: int) -> None:
-    """With prompts of the full length. What ended before them takes nothing."""
+    """The prompts have full length. Jobs that ended earlier take no memory."""
     path = Checkpoint.of_configuration(name).path
     config, spec = read_config(path, "transformer"), spec_of(path)
     one, made = 2 * spec.hoisted_numbers(config), list[int]()
@@ -210,7 +210,7 @@ def test_two_jobs_with_guidance_take_turns_at_every_step_as_far_as_memory_is_cou
     layout = TokenLayout(lengths=(("video", 1),), num_chunks=1)
     machine = replace(H200, memory_bytes=gib * 2**30)
     steps = (StepCost(each, layout, ParallelSpec(), machine) for each in (counted, replace(counted, hoisted_numbers=0)))
-    num_counted = round(sub(*(step.memory_bytes() for step in steps)) / one) - 1  # without a captured step's
+    num_counted = round(sub(*(step.memory_bytes() for step in steps)) / one) - 1  # without the captured step's
 
     def hoist(_module: torch.nn.Module, arguments: Arguments) -> ModelInputs:
         made.append(int(arguments["text"]))

@@ -1,4 +1,4 @@
-"""Blocks in host memory: the same bits as on the device, with additions, with sleep, and after failures."""
+"""Blocks in host memory give the same bits as on the device, with additions, with sleep, and after failures."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def offloading(number: int) -> TorchOptions:
 def predictions(
     model: DenoiserModel, number: int, precision: str = "native", mixes: tuple[Any, ...] = ((), ())
 ) -> list[Tensor]:
-    """The predictions of a step with each of ``mixes``."""
+    """Return the predictions of a step with each of ``mixes``."""
     step = models.branches("flux", "uneven")
     everyone = tuple(range(dist.get_world_size())) if dist.is_initialized() else (0,)
     with closing(TorchEngine(model, strategy="ulysses", precision=precision, options=offloading(number))) as engine:
@@ -111,7 +111,7 @@ def test_the_same_bits_with_additions(precision: str) -> None:
 
 
 def test_the_same_bits_with_hoisted_inputs() -> None:
-    """They are computed by layers of blocks outside the blocks' forwards, so with these blocks in every step."""
+    """Layers of blocks compute them outside the blocks' forwards, so with these blocks in every step."""
     step = models.branches("wan", "even")
     answers: list[Tensor] = []
     for number in (0, 2):
@@ -197,7 +197,7 @@ def test_offloaded_blocks_sleep(tmp_path: Path) -> None:
             (offload,) = engine._sharded._offloads
             for _ in range(2):
                 memory.sleep()
-                for buffer_B in offload._buffers:  # on a GPU they sleep as well, and wake as at the first sleep
+                for buffer_B in offload._buffers:  # on a GPU they sleep too, and wake with the first sleep's content
                     buffer_B.zero_()
                 memory.wake()
                 assert torch.equal(*engine.predict(step, (0,)), *expected)
@@ -229,7 +229,7 @@ def test_what_is_refused(strategy: str, num_ranks: int, number: int, message: st
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("precision", ["native", "fp8"])
 def test_a_gpu_holds_two_blocks(precision: str) -> None:
-    """The same bytes as from weights on the GPU, eagerly, and the peak of memory is that of two blocks."""
+    """The bytes equal those with weights on the GPU, eagerly, and the peak of memory is that of two blocks."""
     (step,) = models.branches("flux", "uneven")
     inputs = {name: x.to("cuda", torch.bfloat16 if x.ndim == 3 else None) for name, x in step.inputs.items()}
     inputs |= {name: inputs[name].to(torch.bfloat16) for name in ("pooled_projections", "timestep", "guidance")}
@@ -252,7 +252,7 @@ def test_a_gpu_holds_two_blocks(precision: str) -> None:
 
 
 def wide_model(number: int) -> DenoiserModel:
-    """A model whose blocks are nearly all of its weights, on the GPU or with its blocks in host memory."""
+    """Return a model with most weights in its blocks, on the GPU or with ``number`` blocks in host memory."""
     model = as_denoiser(models.flux(num_heads=32, num_blocks=12).to(torch.bfloat16))
     module = model.modules["transformer"]
     stay = offloaded_weights(module, model.plan, number)

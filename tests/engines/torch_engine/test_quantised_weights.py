@@ -1,4 +1,4 @@
-"""Quantised weights take the place of those that were loaded, one layer after another, from the host."""
+"""Quantised weights replace the loaded ones, one layer after another, from the host."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from tests.engines.support import models
 from tests.support.flux_denoiser import as_denoiser
 
 GPU = torch.device("meta")
-"""Tensors moved there stand for those on a GPU."""
+"""Tensors moved there stand for tensors on a GPU."""
 CHANGED = "transformer_blocks.0.attn.to_q.weight"
 WORKSPACE = 4
 """Unquantised weights of one layer at a time: its copy, and float32 values while it is quantised."""
 
 
 def on_host() -> DenoiserModel:
-    """The large weights lie on the host, all others on the pretended GPU."""
+    """Return a model with its large weights on the host and all others on the fake GPU."""
     model = as_denoiser(models.flux(num_blocks=4))
     module = model.modules["transformer"]
     large = weights_to_quantise(module, model.plan)
@@ -93,7 +93,7 @@ def test_only_weights_that_an_adapter_changes_are_held(fast: bool) -> None:
 
 
 def test_a_later_engine_on_the_same_modules_has_their_adapters() -> None:
-    """The first one has replaced the layers that the adapter changes."""
+    """The first engine has replaced the layers that the adapter changes."""
     low_rank = LowRank(up_NR=torch.ones(128, 1), down_RK=torch.ones(1, 128), scale=0.1)
     additions = {"one": {"transformer": {CHANGED: low_rank}}}
     model = replace(models.model.__wrapped__("flux"), additions=additions)

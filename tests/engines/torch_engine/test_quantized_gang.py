@@ -1,4 +1,4 @@
-"""Quantised layers on several ranks: under every way to divide weights, all layers, alike on all ranks."""
+"""Quantised layers run on several ranks, with every division of weights, alike on all ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_silent_exchange_stops_it_all_the_same() -> None:
 
 
 def load(strategy: str, precision: str, broken: str | None, attention: str = "auto") -> str | None:
-    """The error's text, if any."""
+    """Load an engine. Return the error's text, or None."""
     context = RankContext(rank=dist.get_rank(), num_ranks=dist.get_world_size(), device="cpu")
     model = models.model.__wrapped__("flux")  # its layers are swapped for good
     silent = patch(f"engines.parallel.{broken}", lambda x, axis: x) if broken else nullcontext()
@@ -60,7 +60,7 @@ EVERY = ("ulysses", "ring", "allgather_kv", "hybrid", "ulysses2xtensor2", "guida
 
 
 def test_attention_in_float8_is_that_of_every_strategy() -> None:
-    """A step differs from one rank's as float8 rounds, and from the module's in float32 no more than one rank's."""
+    """A step differs from one rank's by float8's rounding, and from float32 by no more than one rank's."""
     branches = models.branches("flux", "uneven", num=2)
     model = models.model.__wrapped__("flux")
     exact, alone = (TorchEngine(model, attention=each).predict(branches, (0,)) for each in ("auto", "fp8"))
@@ -80,7 +80,7 @@ Answers = tuple[Tensor, ...]
 
 
 def predict_all(strategies: tuple[str, ...]) -> dict[str, tuple[Answers, list[Answers]]]:
-    """Answers of an engine in float8, and of one whose branches name float8 or do not, in turns."""
+    """Return answers of a float8 engine, and of one whose branches ask for float8, or not, in turns."""
     model, branches = models.model.__wrapped__("flux"), models.branches("flux", "uneven", num=2)
     answers: dict[str, tuple[Answers, list[Answers]]] = {}
     for strategy in strategies:
@@ -133,7 +133,7 @@ def predict_staged(folder: Path) -> Tensor:
 
 
 def deep() -> DenoiserModel:
-    """Two blocks of one kind and six of the other."""
+    """Return a model with two blocks of one kind and six of the other."""
     from diffusers import FluxTransformer2DModel
 
     from tests.support.flux_denoiser import as_denoiser

@@ -1,4 +1,4 @@
-"""Engines whose weights sleep between two steps: the same bits afterwards, on teams, quantised, and with additions."""
+"""Engines give the same bits after their weights slept, on teams, quantised, and with additions."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_a_step_after_sleep_has_the_same_bits(strategy: str, precision: str, tmp
 
 
 def sleep_between_steps(strategy: str, precision: str, folder: Path) -> tuple[float, int]:
-    """Return the share of the weights that went, and the copies that were made."""
+    """Return the share of the weights that left the device, and the number of copies made."""
     with (
         memory_of_a_model(folder) as (memory, model),
         closing(TorchEngine(model, strategy=strategy, precision=precision)) as engine,
@@ -135,6 +135,6 @@ def memory_of_a_model(
         memory = resources.get(WeightMemory)
         memory.open("cpu", folder)
         with memory.region():
-            model = models.model.__wrapped__(family)  # its storages go away
+            model = models.model.__wrapped__(family)  # its storages are freed
         memory.hold(model.modules["transformer"])
         yield memory, replace(model, additions={} if additions is None else additions)

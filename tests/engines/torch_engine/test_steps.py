@@ -1,4 +1,4 @@
-"""What is captured when, and what counts as warm, with stand-ins for CUDA's graphs."""
+"""Steps are captured at the right time and count as warm, with fakes for CUDA's graphs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CAPTURING = TorchChoices(capture=True)
 
 
 class Recording:
-    """Stands for a ``CapturedStep``: replays by running again, into the memory of the result before."""
+    """Stands for a ``CapturedStep``: replays by running again, into the memory of the last result."""
 
     def __init__(self, function: Callable[[StepTensors], Tensor], example: StepTensors, pool: object) -> None:
         self._function, self._result = function, function(example)
@@ -78,7 +78,7 @@ def test_a_step_that_reads_values_is_captured_if_it_is_given_what_is_made_before
 
 
 def test_a_step_of_large_inputs_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
-    """Its graph would read a copy of them, and keep one for each size."""
+    """Its graph would read a copy of them, and hold one for each size."""
     plain = models.model("flux")
 
     def forward(module: nn.Module, arguments: Arguments) -> Tensor:
@@ -103,7 +103,7 @@ LONG = "a step is not captured: it takes seconds"
 def test_long_steps_are_not_captured(
     parts: dict[str, int], is_long: bool, runner: StepRunner, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Their arithmetic is divided by the ranks of a branch."""
+    """The ranks of a branch divide its arithmetic."""
     team, num_ranks = replace(ALONE, spec=ParallelSpec(**parts)), math.prod(parts.values()) // parts.get("guidance", 1)
     limit = rough_flops(runner._model, shape(0)) / num_ranks + (-1 if is_long else 1)
     with (
@@ -209,7 +209,7 @@ def test_the_shape_that_came_longest_ago_goes_with_its_graph(runner: StepRunner)
 
 
 class LastingPool:
-    """Stands for a ``GraphPool``: as torch's, it takes no graph once all that it had are gone."""
+    """Stands for a ``GraphPool``: like torch's, it takes no graph once all of its graphs are gone."""
 
     def __init__(self, device: torch.device) -> None:
         self.num_graphs: int | None = None
@@ -230,7 +230,7 @@ def test_a_step_is_captured_after_all_graphs_have_gone(runner: StepRunner) -> No
     graphs: dict[str, Any] = {"GraphPool": LastingPool, "CapturedStep": PooledRecording}
     with patch.multiple(steps, MAX_SHAPES=2, **graphs):
         runner = StepRunner(models.model("flux"), runner._sharded, config=CAPTURING, device=torch.device("cpu"))
-        for number in (0, 0, 1, 2, 2):  # of the second there is one step, and the third takes the first one's place
+        for number in (0, 0, 1, 2, 2):  # the second shape has one step, and the third replaces the first
             found_warm(runner, shape(number))
         assert [found_warm(runner, shape(1)) for _ in range(2)] == [False, True]
         runner.release()
@@ -247,7 +247,7 @@ def test_a_step_that_has_no_memory_for_a_graph_runs_without_one(caplog: pytest.L
         first = runner.run(shape(0), ALONE)
         again = [runner.run(shape(0), ALONE) for _ in range(3)]
         runner.run(shape(0), one_of_two)
-        with pytest.raises(torch.OutOfMemoryError):  # the other has recorded its own, and would wait
+        with pytest.raises(torch.OutOfMemoryError):  # the other rank has recorded its own, and would wait
             runner.run(shape(0), one_of_two)
     sharded.close()
     assert all(one.equal(first) for one in again)
@@ -256,7 +256,7 @@ def test_a_step_that_has_no_memory_for_a_graph_runs_without_one(caplog: pytest.L
 
 
 class FullDevice:
-    """Has memory for so many graphs at a time."""
+    """Has memory for ``num_graphs`` at a time."""
 
     def __init__(self, num_graphs: int) -> None:
         self.num_left, self.num_asked = num_graphs, 0
@@ -278,14 +278,14 @@ def test_a_step_without_a_graph_gets_one_once_another_has_gone(runner: StepRunne
         for number in (0, 0, 1, 1, 1):
             found_warm(runner, shape(number))
         assert device.num_asked == 2, "the second shape finds no room, and does not ask again"
-        found_warm(runner, shape(2))  # takes the place of the first
+        found_warm(runner, shape(2))  # replaces the first
         assert [found_warm(runner, shape(1)) for _ in range(2)] == [False, True], "it is captured"
         assert [found_warm(runner, shape(2)) for _ in range(2)] == [False, True]
         assert device.num_asked == 4
 
 
 def test_ranks_of_two_halves_with_other_shapes_agree_on_what_the_whole_team_captures(runner: StepRunner) -> None:
-    """The branches of one half had two shapes, those of the other (not seen here) may have had one."""
+    """One half's branches had two shapes; the other's (not seen here) may have had one."""
     with patch.object(steps, "MAX_SHAPES", 2):
         for number in (0, 1):
             assert [found_warm(runner, shape(number), HALF) for _ in range(3)] == [False, False, True]

@@ -1,4 +1,4 @@
-"""A model whose heads the ranks do not divide, through the whole engine: six heads on four ranks."""
+"""A model with six heads runs on four ranks, through the whole engine."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_gang_passes_its_checks_at_start() -> None:
 
 
 def test_others_than_peers_take_what_peers_do_not() -> None:
-    """Whichever is called answers with its number."""
+    """Each kernel answers with its number."""
 
     def numbered(number: int) -> Kernel:
         return lambda q, k, v, *, mask_BM=None, prefix=None: (q.new_tensor(number), q)
@@ -96,7 +96,7 @@ def predict(strategy: str, fast: bool, broken: bool = False) -> Tensor:
 
 
 def in_float8() -> tuple[Tensor, Tensor]:
-    """The gang's answer, and that of a rank alone."""
+    """Return the answers of the gang and of a single rank."""
     engine = TorchEngine(model(), strategy="ulysses", fast=True, precision="fp8")
     answers = tuple(
         engine.predict(models.branches("flux", "uneven"), ranks)[0] for ranks in (EVERYONE, (dist.get_rank(),))

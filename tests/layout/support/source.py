@@ -1,4 +1,4 @@
-"""The repository's own source, as the tests of its shape read it."""
+"""The repository's own source, for the tests of its shape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Names = Iterator[tuple[int, str]]
 
 @cache
 def repository_files() -> tuple[str, ...]:
-    """Tracked files and new ones that git does not ignore, without those deleted in the work tree."""
+    """Return tracked files and new ones that git does not ignore, without those deleted in the work tree."""
     command = "git ls-files --cached --others --exclude-standard"
     listed = subprocess.run(command.split(), cwd=ROOT, capture_output=True, text=True, check=False)
     if listed.returncode != 0:
@@ -45,11 +45,11 @@ def nodes_of(name: str) -> tuple[ast.AST, ...]:
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")
-"""Fields of statements, and of the clauses of ``try`` and ``match``, that have statements inside."""
+"""Fields of statements, and of the clauses of ``try`` and ``match``, that contain statements."""
 
 
 def functions_of(node: ast.AST) -> Iterator[Function]:
-    """Yield all functions of a module, those inside others too. Expressions, most of its nodes, have none."""
+    """Yield all functions of a module, including nested ones. Expressions, most of its nodes, have none."""
     for name in BLOCKS:
         for inner in getattr(node, name, ()):
             if isinstance(inner, Function):
@@ -59,7 +59,7 @@ def functions_of(node: ast.AST) -> Iterator[Function]:
 
 @cache
 def modules_named(name: str) -> tuple[tuple[int, str], ...]:
-    """Return every absolute module that a file imports, or names in a string that looks like one of this project's."""
+    """Return every absolute module that a file imports, or names in a string that looks like one of the project's."""
     return tuple(_modules_named(nodes_of(name)))
 
 

@@ -1,4 +1,4 @@
-"""A call as names and values is the same call again, in whatever order these come."""
+"""A call split into names and values is the same call when joined, in any order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CALLS: dict[str, dict[str, Any]] = {
 
 
 def plain(value: Any) -> Any:
-    """With tensors as their numbers, which can be compared."""
+    """Return the value with tensors as their numbers, which can be compared."""
     if isinstance(value, dict):
         return {name: plain(inner) for name, inner in value.items()}
     if isinstance(value, list):

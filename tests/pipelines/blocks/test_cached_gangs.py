@@ -1,4 +1,4 @@
-"""Jobs with a cache on gangs, whose teams change in the middle of them, against one rank."""
+"""Jobs with a cache on gangs equal those on one rank, also if teams change in the middle."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.pipelines.lora.support.tiny_lora import request_of
 
 TOLERANCE = 1e-4
 NUM_STEPS, NUM_LATE_STEPS, LATE = 12, 4, 6
-"""The second job begins at step 7 of the first, which it makes move, when that makes no forward."""
+"""The second job begins at step 7 of the first, which moves while it makes no forward."""
 
 
 def requests_of(folder: Path) -> tuple[MediaRequest, MediaRequest]:
@@ -48,7 +48,7 @@ def jobs_of(folder: Path) -> list[Job]:
 
 
 def run_elastically(folder: Path, strategy: str) -> tuple[dict[str, Tensor], dict[str, list[int]], list[bool]]:
-    """Latents that this rank hands out, ranks of each step, and whether the steps of the first job made forwards."""
+    """Return this rank's emitted latents, the ranks of each step, and which steps of the first job made forwards."""
     checkpoint, rank, num_ranks = Checkpoint(folder), dist.get_rank(), dist.get_world_size()
     engine = TorchEngine(checkpoint.denoiser(), strategy=strategy)
     runner = RankJobs(

@@ -1,4 +1,4 @@
-"""Calls in CUDA graphs, with stand-ins for CUDA's streams and graphs."""
+"""Calls run in CUDA graphs, with fakes for CUDA's streams and graphs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Graphs = list[Mock]
 
 @pytest.fixture
 def graphs() -> Iterator[Graphs]:
-    """The graphs that were captured, whose replays do nothing by themselves."""
+    """Yield the captured graphs, whose replays do nothing by themselves."""
     made: Graphs = []
     names = ("current_stream", "graph_pool_handle", "set_stream", "synchronize")
     contexts = dict.fromkeys(("graph", "stream"), Mock(side_effect=lambda *_, **__: nullcontext()))
@@ -49,7 +49,7 @@ def test_each_form_is_captured_once_and_results_are_copies(graphs: Graphs) -> No
     captured = CapturedForward(forward, CPU)
     first = captured(torch.ones(2), flag=True)
     assert calls == [True] * 3, "twice to warm up, once to record"
-    memory.zero_()  # as the next replay would
+    memory.zero_()  # the next replay would do this
     assert first.last_hidden_state.tolist() == first.hidden_states[0].tolist() == [1, 1]
     captured(torch.zeros(2), flag=True)
     assert (len(graphs), graphs[0].replay.call_count) == (1, 2)
@@ -119,7 +119,7 @@ def test_what_cannot_be_captured_runs_as_it_is(graphs: Graphs, caplog: pytest.Lo
 
 
 def test_a_capture_that_failed_is_ended(graphs: Graphs, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator is told, and a capture that succeeds resets CUDA's generator."""
+    """The allocator is notified, and a capture that succeeds resets CUDA's generator."""
     steps = list[int]()
     end = Mock(side_effect=lambda *_: steps.append(len(graphs)))
     monkeypatch.setattr(captured_module, "end_failed_capture", end)

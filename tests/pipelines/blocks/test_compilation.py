@@ -1,4 +1,4 @@
-"""Compiled encoders and decoders: the same values, and only for what was prepared."""
+"""Compiled encoders and decoders give the same values, for prepared calls only."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ ENCODERS = (
 
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Grows by "traced" with each graph that is compiled, and by "run" with each that runs; no compiler is at work."""
+    """Return a list that gets "traced" for each compiled graph and "run" for each run, without a compiler."""
     seen: list[str] = []
 
     def backend(graph: GraphModule, inputs: Any) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ def test_prompts_are_compiled_for_once_and_mean_the_same(tiny_flux: Path, graphs
 
 @torch.no_grad()
 def test_t5_adds_to_its_scores_what_fused_attention_takes(tiny_flux: Path, graphs: list[str]) -> None:
-    """It refuses a bias of which neighbouring keys do not lie side by side."""
+    """Fused attention refuses a bias whose neighbouring keys are not contiguous."""
     checkpoint = Checkpoint(tiny_flux)
     encoders = [checkpoint.text_encoder(compiled=compiled)._pipeline.text_encoder_2 for compiled in (False, True)]
     biases = [encoder.encoder.block[0].layer[0].SelfAttention.compute_bias(8, 8) for encoder in encoders]
@@ -86,7 +86,7 @@ def test_t5_adds_to_its_scores_what_fused_attention_takes(tiny_flux: Path, graph
 def test_kernels_are_chosen_alike_in_a_process_that_replaces_another(
     tiny_flux: Path, graphs: list[str], parts: str
 ) -> None:
-    """Inductor does not find its choice of scaled-down blocks again, and times them anew in each process."""
+    """Inductor does not store its choice of scaled-down blocks, and would time them in each process."""
     with inductor_config.patch(dynamic_scale_rblock=True):
         getattr(Checkpoint(tiny_flux), parts)(compiled=True)
         assert not inductor_config.dynamic_scale_rblock
@@ -144,7 +144,7 @@ def test_calls_are_told_apart_by_form_and_not_by_value() -> None:
 
 @torch.no_grad()
 def test_a_fused_decoder_gives_the_same(tiny_flux: Path) -> None:
-    """On CUDA; here its norms compute as they are specified, in channels-last memory."""
+    """Fusing is for CUDA; here its norms compute as specified, in channels-last memory."""
     decoder: Any = Checkpoint(tiny_flux).decoder()._pipeline.vae.decoder
     before = [name for name, part in decoder.named_modules() if isinstance(part, nn.GroupNorm)]
     fused = fuse_decoder(decoder)
@@ -157,7 +157,7 @@ def test_a_fused_decoder_gives_the_same(tiny_flux: Path) -> None:
 
 @torch.no_grad()
 def test_a_fused_decoder_decodes_every_size(tiny_flux: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bytes of a picture do not depend on the sizes that were prepared."""
+    """A picture's bytes do not depend on the sizes that were prepared."""
     vae: Any = Checkpoint(tiny_flux).decoder()._pipeline.vae
     fused = fuse_decoder(vae.decoder)
     monkeypatch.setattr(compilation, "fuse_decoder", lambda _: fused)
@@ -174,7 +174,7 @@ def test_a_fused_decoder_decodes_every_size(tiny_flux: Path, monkeypatch: pytest
 
 @torch.no_grad()
 def test_a_copy_for_another_device_runs_its_own_forward(tiny_flux: Path) -> None:
-    """A fused decoder has weights of its own, and none of the other devices needs a copy of those."""
+    """A fused decoder has weights of its own, and the other devices need no copy of those."""
     decoder: Any = Checkpoint(tiny_flux).decoder()._pipeline.vae.decoder
     latents_BCHW = torch.randn(1, decoder.conv_in.in_channels, 4, 4)
     expected = decoder(latents_BCHW)
@@ -194,7 +194,7 @@ def test_a_copy_for_another_device_runs_its_own_forward(tiny_flux: Path) -> None
 @torch.no_grad()
 @pytest.mark.parametrize("make", [tiny.flux, tiny.wan, tiny_pictures.flux2_dev, tiny_qwen.qwen])
 def test_encoders_can_be_recorded(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """None of a kind of text encoder reads a value back or copies from the host."""
+    """No kind of text encoder reads a value back or copies from the host."""
     checkpoint, calls = Checkpoint(make(tmp_path)), list[tuple[nn.Module, Any, Any]]()
     encoder = checkpoint.text_encoder()
     parts = {name: part for name, part in vars(encoder._pipeline).items() if name.startswith("text_encoder")}
@@ -269,7 +269,7 @@ def test_bytes_do_not_depend_on_what_was_prepared(make: Callable[[Path], Path], 
 
 @pytest.mark.gpu
 def test_what_reads_values_runs_uncaptured_on_a_gpu(caplog: pytest.LogCaptureFixture) -> None:
-    """A capture that failed leaves the stream, the allocator and the generator as they were."""
+    """A failed capture leaves the stream, the allocator and the generator unchanged."""
     device, weight = torch.device("cuda", 0), torch.eye(4, device="cuda")
     reads = CapturedForward(lambda x: x @ weight + x.sum().item(), device)
     reads(torch.ones(4, 4, device=device))

@@ -1,4 +1,4 @@
-"""What encoders see of a prompt."""
+"""Encoders see the right part of a prompt and no weights that they do not need."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_encoder_and_decoder_read_no_weights_of_the_transformer(
 
 @pytest.mark.parametrize("make", [tiny_qwen.qwen_edit, tiny_qwen.qwen_edit_plus])
 def test_of_a_long_prompt_the_beginning_is_seen(make: Callable[[Path], Path], tmp_path: Path) -> None:
-    """Though these blocks would take all of it: for what comes too late the transformer has no places."""
+    """These blocks would take the whole prompt, but the transformer has no places for later tokens."""
     folder = make(tmp_path)
     (folder / "troupe.json").write_text(json.dumps({"max_tokens": 8}))
     seen = InputPictures(pictures=(InputPicture(width=48, height=32, mode="RGB", data=bytes(range(256)) * 18),))

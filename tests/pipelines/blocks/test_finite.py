@@ -1,4 +1,4 @@
-"""What is no number ends its job with a reason: a black picture would look like a success."""
+"""NaN and infinity end their job with a reason: a black picture would look like a success."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def pipeline(tiny_flux: Path) -> Pipeline:
 
 
 def damaged(pipeline: Pipeline, value: float) -> Any:
-    """The state after the last step of a job whose latents hold one such value."""
+    """Return the state after the last step of a job whose latents hold one such value."""
     *_, state = pipeline.states(picture(num_inference_steps=1))
     state.loop_state.latents = state.loop_state.latents.clone()
     state.loop_state.latents.flatten()[3] = value
@@ -40,7 +40,7 @@ def test_latents_that_are_not_finite_fail_their_job(pipeline: Pipeline, value: f
 
 
 def test_pixels_that_are_not_finite_fail_their_job(pipeline: Pipeline) -> None:
-    """Auto-encoders overflow by themselves: SDXL's does in float16."""
+    """Auto-encoders may overflow: SDXL's does in float16."""
     request = picture(num_inference_steps=1)
     latents = pipeline.denoise(request)
     assert pipeline.decoder.decode(latents, request).any()

@@ -1,4 +1,4 @@
-"""A folder that says so gets pictures in the size of the request, whatever size they came in."""
+"""A folder with this setting gets pictures in the size of the request, whatever size they had."""
 
 import json
 from pathlib import Path

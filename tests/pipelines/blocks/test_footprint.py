@@ -1,4 +1,4 @@
-"""Parts take what their files hold, and decodes about what was measured."""
+"""Parts take the bytes of their files, and decodes about the measured memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def encoders(model: str) -> Mapping[str, int | None]:
 
 
 def num_values(folder: Path) -> int:
-    """Of all tensors in the headers of a part's files."""
+    """Return the number of values of all tensors in the headers of a part's files."""
     total = 0
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:
@@ -48,7 +48,7 @@ def num_values(folder: Path) -> int:
 
 @pytest.mark.parametrize("model", ["flux-shapes", "kontext-shapes", "wan-shapes"])
 def test_parts_take_what_the_files_hold(model: str) -> None:
-    """Two bytes a value in bfloat16, and four of parts that stay in float32, as they are loaded."""
+    """A value takes two bytes in bfloat16, and four in parts that stay in float32."""
     parts = found(model)
     wide = Checkpoint.of_configuration(model, "meta", "bfloat16").spec.float32_parts
     loaded = Checkpoint.open(model, "cpu", torch.bfloat16)
@@ -81,7 +81,7 @@ def test_parts_take_what_the_files_hold(model: str) -> None:
     ],
 )
 def test_encoders_of_published_models_take_what_is_published(model: str, part: str, file_bytes: int) -> None:
-    """The sizes of the 16-bit files on the hub, all shards together, whose headers take the rest.
+    """The sizes are those of the 16-bit files on the hub; the headers explain the tolerance.
 
     Parts that are loaded in float32 take twice as much.
     """
@@ -94,7 +94,9 @@ def test_encoders_of_published_models_take_what_is_published(model: str, part: s
     ("model", "billions", "digits"), [("Qwen-Image-2.1", 8.77, 2), ("ERNIE-Image", 3.8, 1), ("MiniMax-H3", 33, 0)]
 )
 def test_encoders_have_as_many_parameters_as_their_publishers_say(model: str, billions: float, digits: int) -> None:
-    """Qwen3-VL-8B-Instruct (8.77 B), Ministral-3-3B (3.4 B and 0.4 B for pictures), Qwen3-VL-32B-Instruct (33 B)."""
+    """They are Qwen3-VL-8B-Instruct (8.77 B), Ministral-3-3B (3.4 B and 0.4 B for pictures), Qwen3-VL-32B-Instruct (33
+    B).
+    """
     size = encoders(model)["text_encoder"]
     assert size is not None
     assert round(size / 2 / 1e9, digits) == billions
@@ -109,8 +111,8 @@ def test_encoders_have_as_many_parameters_as_their_publishers_say(model: str, bi
     ],
 )
 def test_a_decode_takes_what_was_measured_or_little_more(model: str, size: Size, measured_gib: float) -> None:
-    """On an H200, weights included: benchmarks/reports/application_h200_2026-11-23.md and
-    application_one_h200_2026-11-24.md. A tenth too much at most, and never too little."""
+    """Measured on an H200 with weights: benchmarks/reports/application_h200_2026-11-23.md and
+    application_one_h200_2026-11-24.md. The estimate is at most a tenth too high, and never too low."""
     parts = found(model, size)
     assert parts.decode_bytes is not None
     weights = parts.decoder["vae"]
@@ -123,7 +125,7 @@ def test_a_decode_takes_what_was_measured_or_little_more(model: str, size: Size,
     [("FLUX.1-dev", 94.5, 2 * 94.5), ("Qwen-Image", 139.8, 160.7), ("Wan2.1-T2V-14B", 2 * 139.8, 160.7)],
 )
 def test_compiled_decoders_take_other_weights(model: str, before_mib: float, after_mib: float) -> None:
-    """A picture's is copied. Fused clips took 160 MiB on an H200, also those in float32, which have float16 then."""
+    """A picture's is copied. Fused clips took 160 MiB on an H200; float32 ones become float16, too."""
     parts = footprint(OpenedPipeline(PUBLISHED / model, torch.device("meta"), torch.bfloat16), 512, None)
     assert parts.compiled_bytes / 2**20 == pytest.approx(after_mib - before_mib, abs=0.1)
 
@@ -136,7 +138,7 @@ def test_what_nobody_knows_is_said(tmp_path: Path) -> None:
 
 
 def test_pictures_become_bytes_in_the_memory_of_one() -> None:
-    """Several large ones in float32 would take more than ``decoder.memory_gib``; the frames of a clip are smaller."""
+    """Several large ones in float32 would exceed ``decoder.memory_gib``; the frames of a clip are smaller."""
     peaks = []
     for request, count in ((picture(), 1), (picture(), 4), (clip(), 4)):
         pixels_FCHW = torch.zeros(count, 3, 64, 64, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""A generator goes on, as itself, from where another stands: after a way over the wire too."""
+"""A generator continues from another's state, also after a transfer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sent(state: Any) -> Any:
 
 
 def at_an_odd_address(state: NoiseState) -> NoiseState:
-    """As Ray hands out what lies in its store: wherever it happens to lie."""
+    """Return the state at an odd address: Ray's store aligns nothing."""
     num_bytes = state.state.numel()
     room = torch.empty(num_bytes + 1, dtype=torch.uint8)
     moved: Tensor = room[1:] if room.data_ptr() % 2 == 0 else room[:num_bytes]
@@ -44,7 +44,7 @@ def test_the_noise_goes_on_where_it_stood(way: Any) -> None:
 
 
 def test_generators_of_a_loops_values_are_put_away_wherever_they_are() -> None:
-    """What a solver is called with is a dict; one generator in two places stays one."""
+    """A solver's arguments are a dict; one generator in two places stays one."""
     generator = standing_somewhere()
     begun = BlockState(generator=generator, extra_step_kwargs={"generator": generator, "eta": 0.0}, plain={"eta": 1.0})
     shared, plain = begun.extra_step_kwargs, begun.plain

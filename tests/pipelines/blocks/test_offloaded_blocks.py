@@ -1,7 +1,7 @@
-"""Every family with its blocks in host memory: jobs have the same bytes as from weights on the device.
+"""In every family, jobs with blocks in host memory have the same bytes as with weights on the device.
 
-A GPU cannot compute with host memory. Weights of offloaded blocks are NaN here unless they are on the device, so a
-layer that runs outside its block shows.
+A GPU cannot compute with host memory. Weights of offloaded blocks are NaN here unless they are on the device: a layer
+outside its block shows.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ CASES = {
     "ltx 2 with guidance": Model(make=tiny_ltx.ltx2, num_latent_frames=2),
 }
 WITHOUT = ("sdxl", "anima")
-"""A U-Net has no repeated blocks, and diffusers declares none of the transformer of Anima."""
+"""A U-Net has no repeated blocks, and diffusers declares none for the transformer of Anima."""
 
 
 @contextmanager
 def engine_of(checkpoint: Checkpoint, number: int) -> Iterator[TorchEngine]:
-    """An engine with ``number`` blocks in host memory."""
+    """Yield an engine with ``number`` blocks in host memory."""
     denoiser, options = checkpoint.denoiser(num_offloaded=number), TorchOptions(offloaded_blocks=number)
     for weight in (x for module in denoiser.modules.values() for x in module.parameters()):
-        weight.data = weight.data.clone()  # aligned memory: kernels of CPUs round otherwise for views of a file
+        weight.data = weight.data.clone()  # aligned memory: CPU kernels round differently for views of a file
     with closing(TorchEngine(denoiser, options=options, fast=False)) as engine:
         yield engine
 
@@ -86,7 +86,7 @@ def leave_nothing(block: _HostBlock) -> None:
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in WITHOUT])
 def test_jobs_have_the_same_bytes(name: str, folders: Callable[[Any], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Encoder and decoder are loaded once: they are beside the blocks."""
+    """Encoder and decoder are loaded once, since offloading does not change them."""
     model, folder = CASES[name], folders(CASES[name].make)
     checkpoint = Checkpoint(folder)
     with model.world():

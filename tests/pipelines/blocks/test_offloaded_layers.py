@@ -1,4 +1,4 @@
-"""Text encoders with their layers in host memory: the same bytes as transformers' own forward."""
+"""Text encoders with their layers in host memory give the same bytes as transformers' own forward."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def offloaded_lists(encoder: BlocksEncoder) -> list[tuple[nn.Module, ...]]:
 
 
 def test_prompts_have_the_same_bytes(folder: Path) -> None:
-    """Bytes equal those of transformers' own forward. Layers run from the buffers, and are on the host afterwards."""
+    """Bytes equal those of transformers' own forward. Layers run from the buffers, and return to the host."""
     checkpoint = Checkpoint(folder)
     with small_pictures():
         plain, offloaded = checkpoint.text_encoder(), checkpoint.text_encoder(offloads_layers=True)
@@ -133,7 +133,7 @@ def places(layers: Any) -> set[int]:
 
 
 def test_only_layers_stay_on_the_host(flux: Path) -> None:
-    """Memory of the device is that of all other weights and of two layers of each list, as it is estimated."""
+    """The device holds all other weights and two layers of each list, as estimated."""
     checkpoint = Checkpoint(flux)
     offloaded = checkpoint.text_encoder(offloads_layers=True)
     encoders = text_encoders_of(offloaded._pipeline)
@@ -172,7 +172,7 @@ def test_a_sleeping_encoder_has_the_same_bytes_afterwards(flux: Path, tmp_path: 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_gpu_has_the_same_bytes_and_holds_two_layers(folder: Path) -> None:
-    """Weights other than layers, their buffers and inputs are on the GPU, whoever reads them."""
+    """Weights other than layers, their buffers and inputs are on the GPU, whichever module reads them."""
     checkpoint = Checkpoint(folder, "cuda", "bfloat16")
     with small_pictures():
         plain, offloaded = checkpoint.text_encoder(), checkpoint.text_encoder(offloads_layers=True)

@@ -1,4 +1,4 @@
-"""Pictures on their way from a client to an encoder."""
+"""Pictures travel from a client to an encoder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a request's pictures are when blocks get them."""
+"""Blocks get a request's pictures in the right form."""
 
 from __future__ import annotations
 

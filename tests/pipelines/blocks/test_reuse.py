@@ -1,4 +1,4 @@
-"""Steps that take the predictions of the step before them, against a loop that calls for every step, and diffusers."""
+"""Steps that reuse the last predictions equal a loop that computes every step, and diffusers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
 
 
 class CountingEngine(PlainEngine):
-    """Notes the number of branches of each call."""
+    """Records the number of branches of each call."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__(model=checkpoint.denoiser())
@@ -60,7 +60,7 @@ def asked(name: str, folder: Path, mode: CacheMode) -> MediaRequest:
 
 
 def reference(pipeline: Pipeline, request: MediaRequest, computed: tuple[bool, ...]) -> Tensor:
-    """Makes every forward, and throws away those of steps that are not ``computed``."""
+    """Compute every forward, and discard those of steps that are not ``computed``."""
     sampler, state = pipeline.sampler, None
     state = sampler.begin(replace(request, cache="off"), pipeline.text_encoder.encode(request))
     last: tuple[Tensor, ...] = ()
@@ -94,7 +94,7 @@ def test_skipped_steps_take_what_the_step_before_predicted(
 def test_no_step_takes_a_prediction_that_was_made_with_another_control(
     make: Callable[[Path], Path], begin: float, end: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Diffusers' own blocks say when the control network works: by the weight in each of their calls."""
+    """In diffusers' own blocks the weight in each call shows whether the control network works."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     checkpoint = checkpoint_with(make, tmp_path / "model")
     pipeline = load_pipeline(checkpoint)
@@ -113,14 +113,14 @@ def test_no_step_takes_a_prediction_that_was_made_with_another_control(
 
 
 def checkpoint_with(make: Callable[[Path], Path], folder: Path) -> Checkpoint:
-    """By blocks: of SDXL's classic pipeline with a network there are none, so it lies apart."""
+    """Return a checkpoint with blocks: SDXL's classic pipeline with a network has none, so its network is apart."""
     make(folder)
     apart = str(ModelSource(base=str(folder / "sdxl"), network=str(folder / "controlnet")))
     return Checkpoint.open(apart) if (folder / "sdxl").exists() else Checkpoint(folder)
 
 
 def weight_of(pipeline: Pipeline, state: BlocksState) -> float | None:
-    """The control's weight in a step; None if it makes no forwards."""
+    """Return the control's weight in a step, or None without forwards."""
     branches = pipeline.sampler.branches(state)
     return float(branches[0].inputs["control.scale"]) if branches else None
 
@@ -176,7 +176,7 @@ def test_too_few_steps_are_refused(folders: Callable[[str], Path]) -> None:
 
 
 def test_it_equals_diffusers_own_hook_of_order_0(folders: Callable[[str], Path]) -> None:
-    """TaylorSeer's lite form keeps what the last layer gives; its pattern can be made the conservative one."""
+    """TaylorSeer's lite form caches the last layer's output; its pattern can match the conservative one."""
     request = replace(asked("flux", folders("flux"), "conservative"), true_cfg_scale=1.0)
     computed = computed_steps("conservative", NUM_STEPS)
     pipeline = FluxPipeline.from_pretrained(folders("flux"))

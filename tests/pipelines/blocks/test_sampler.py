@@ -87,7 +87,7 @@ def test_interleaved_jobs_equal_separate_ones(pipeline: Pipeline, name: str) -> 
 
 
 def test_requests_matter(pipeline: Pipeline, name: str) -> None:
-    """Every field that should change the picture does, so the comparisons with diffusers compare something."""
+    """Every field that should change the picture does, so the comparisons with diffusers mean something."""
     guided = {"true_cfg_scale": 2.0, "negative_prompt": ""}
     base = run(pipeline, begin(pipeline, name, **guided))
     changes: list[dict[str, Any]] = [
@@ -117,7 +117,7 @@ def test_previews_have_the_shape_of_latents_and_end_in_them(pipeline: Pipeline, 
 
 
 def test_previews_of_a_picture_that_is_painted_over_end_in_it_too(tiny_flux: Path) -> None:
-    """Its steps are the last of a schedule."""
+    """The steps of an image-to-image job are the last of a schedule."""
     pipeline, request = (
         load_pipeline(Checkpoint(tiny_flux)),
         picture(num_inference_steps=6, strength=0.5, num_pictures=1),
@@ -130,7 +130,7 @@ def test_previews_of_a_picture_that_is_painted_over_end_in_it_too(tiny_flux: Pat
 
 @pytest.mark.parametrize("truth", [0.7])
 def test_a_preview_is_exact_when_the_velocity_is(pipeline: Pipeline, name: str, truth: float) -> None:
-    """On a straight way from noise to a constant picture, ``v = noise - x0`` and every estimate is ``x0``."""
+    """On a straight path from noise to a constant picture, ``v = noise - x0`` and every estimate is ``x0``."""
     sampler, state = pipeline.sampler, begin(pipeline, name, num_inference_steps=5)
     tokens = sampler.branches(state)[0].inputs["hidden_states"]
     for _ in range(3):
@@ -163,14 +163,14 @@ def test_noise_is_drawn_the_same_everywhere(pipeline: Pipeline, name: str) -> No
 
 
 def test_a_jobs_timesteps_are_found_when_they_are_asked_for(pipeline: Pipeline, name: str) -> None:
-    """Once a job, and the same ones where the job has moved to; by engines that have no use for them, never."""
+    """They are computed once a job, and are equal after a move; engines without a use for them never ask."""
     sampler = pipeline.sampler
     with patch.object(sampler, "_record_timesteps", wraps=sampler._record_timesteps) as noted:
         state = begin(pipeline, name, num_inference_steps=3)
         later = step(pipeline, step(pipeline, state))
         assert noted.call_count == 0
         schedules = [sampler.branches(one)[0].schedule for one in (state, later)]
-        if name == "wan":  # which has no hand-ordered step
+        if name == "wan":  # it has no hand-ordered step
             assert schedules == [None, None]
             return
         first, second = (schedule.timesteps_S for schedule in schedules if schedule is not None)
@@ -186,7 +186,7 @@ def test_a_jobs_timesteps_are_found_when_they_are_asked_for(pipeline: Pipeline, 
 
 
 def test_a_pipeline_without_users_is_released_at_once(tiny_flux: Path) -> None:
-    """Without the garbage collector: else weights that nothing uses stay until it runs."""
+    """It does not wait for the garbage collector, until which unused weights would stay."""
     opened = OpenedPipeline(tiny_flux, CPU, torch.float32)
     assert opened.for_ranks is not None
     gone = weakref.ref(opened)

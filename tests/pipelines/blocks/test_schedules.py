@@ -1,4 +1,4 @@
-"""Steps of requests and of schedules, which some schedulers of diffusers count otherwise."""
+"""Steps of requests and of schedules agree, although some schedulers of diffusers count differently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIGS: list[tuple[str, dict[str, Any]]] = [
 
 
 def with_scheduler(folder: Path, name: str, config: dict[str, Any]) -> Path:
-    """Writes it into ``folder``, in place of its own if it has one."""
+    """Write the scheduler into ``folder``, in place of its own if it has one."""
     file, index = folder / "scheduler" / "scheduler_config.json", folder / "model_index.json"
     file.parent.mkdir(exist_ok=True)
     own = json.loads(file.read_text()) if file.is_file() else {}
@@ -66,7 +66,7 @@ MULTISTEP = ("PNDMScheduler", {"skip_prk_steps": True})
 def sdxl_with(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Checkpoint, Pipeline, Callable[[str], Any]]:
-    """A checkpoint, our pipeline, and diffusers' of a class."""
+    """Return a checkpoint, our pipeline, and diffusers' pipeline of a class."""
     folder = with_scheduler(sdxl(tmp_path_factory.mktemp("model")), *request.param)
 
     def theirs(name: str) -> Any:
@@ -79,7 +79,7 @@ def sdxl_with(
 
 @pytest.fixture
 def certain() -> Iterator[None]:
-    """The auto-encoder draws nothing: classic pipelines draw noise before, and the blocks after they encoded."""
+    """Let the auto-encoder draw nothing: classic pipelines draw noise before they encode, and blocks after it."""
     with patch.object(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode()):
         yield
 

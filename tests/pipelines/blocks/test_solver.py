@@ -1,4 +1,4 @@
-"""Solver settings of requests: the latents of diffusers' pipelines with the scheduler that a user gives them."""
+"""Solver settings of requests give the latents of diffusers' pipelines with the user's scheduler."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ SIGMAS = (1.0, 0.8, 0.3)
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """``scheduler`` is made of a pipeline's own one as users of diffusers do, ``call`` are arguments of the pipeline.
+    """``scheduler`` is made from a pipeline's own one as diffusers' users do, ``call`` are the pipeline's arguments.
 
     ``is_modular``: the classic pipeline has no such argument.
     """
@@ -52,14 +52,14 @@ class Case:
     is_modular: bool = False
     scale: float = 1.0
     model: Model | None = None
-    """One whose pipeline is called in a way of its own."""
+    """Set if its pipeline is called in a way of its own."""
 
 
 EULER, UNIPC, MULTISTEP = "FlowMatchEulerDiscreteScheduler", "UniPCMultistepScheduler", "DPMSolverMultistepScheduler"
 
 
 def flow_cases(make: Callable[[Path], Path], *names: str, **more: Any) -> dict[str, Case]:
-    """A constant shift, own sigmas, both, and another scheduler."""
+    """Return cases with a constant shift, own sigmas, both, and another scheduler."""
     both = Solver(flow_shift=1.5, sigmas=SIGMAS)
     cases = {
         "shift": Case(
@@ -171,7 +171,7 @@ BESIDE = {
         )
     },
 }
-"""Their processors cannot be loaded here."""
+"""Cases whose processors cannot be loaded here."""
 
 
 def named(families: Mapping[str, Mapping[str, Case]]) -> dict[str, Case]:
@@ -259,18 +259,18 @@ def test_latents_equal_those_of_diffusers(name: str, loaded: Loaded) -> None:
 
 
 def shaped_like(ours: Tensor, expected: Tensor) -> Tensor:
-    """Return latents as a classic pipeline does, some as tokens."""
+    """Return latents in the form of a classic pipeline, some as tokens."""
     if ours.shape == expected.shape:
         return ours
     return pack(ours.squeeze(2)) if expected.ndim == 3 else ours.reshape(expected.shape)
 
 
 LIGHTNING = {"base_shift": math.log(3), "max_shift": math.log(3), "use_dynamic_shifting": True, "shift_terminal": None}
-"""The schedule that the page of Qwen-Image-Lightning gives to its pipeline."""
+"""The schedule that the page of Qwen-Image-Lightning gives its pipeline."""
 
 
 def scheduler_of(model: str, recipe: str) -> Any:
-    """The scheduler of a shipped recipe, before its steps are set, and the recipe."""
+    """Return the scheduler of a shipped recipe, before its steps are set, and the recipe."""
     checkpoint = Checkpoint.open(str(PUBLISHED / model), weights=False)
     made = checkpoint.spec.recipes(checkpoint.path)[recipe]
     solver = Solver(scheduler=made.scheduler, flow_shift=made.flow_shift)
@@ -292,7 +292,7 @@ def test_lightning_has_the_published_schedule(num_steps: int) -> None:
 
 
 FOUR_STEPS = [1000.0, 937.5, 2500 / 3, 625.0]
-"""1000, 750, 500 and 250 with a shift of 5."""
+"""The timesteps 1000, 750, 500 and 250 with a shift of 5."""
 
 
 @pytest.mark.parametrize(

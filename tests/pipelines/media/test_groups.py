@@ -1,4 +1,4 @@
-"""Clips of groups of pictures that are encoded side by side, against one encoder for all frames."""
+"""Clips of groups of pictures that are encoded side by side equal those of one encoder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LENGTH = group_length(NUM_FRAMES)
 
 @pytest.fixture(scope="module")
 def frames() -> Frames:
-    """A coarse landscape that drifts, with some grain: 4 pixels a frame, so that neighbours differ."""
+    """Return a coarse landscape that drifts, with some grain: 4 pixels a frame, so that neighbours differ."""
     rng = np.random.default_rng(0)
     coarse = rng.integers(0, 256, (4, 13, 3)).repeat(16, 0).repeat(16, 1)
     drifting = np.stack([coarse[:, 4 * index : 4 * index + 96] for index in range(NUM_FRAMES)])
@@ -88,7 +88,7 @@ def test_the_last_group_alone_has_several_threads(frames: Frames, monkeypatch: p
 
 
 def test_several_threads_find_the_motion_that_one_finds() -> None:
-    """By default libx264 searches a part of the height for frames in several threads: 60 rows a frame are beyond it."""
+    """By default libx264 with several threads searches part of the height only: 60 rows a frame are beyond it."""
     noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 2, 3), dtype=np.uint8))
     picture_HWC = np.asarray(noise.resize((64, 480), Image.Resampling.BICUBIC))
     falling = [np.roll(picture_HWC, 60 * index, 0) for index in range(8)]
@@ -115,7 +115,7 @@ def test_frames_come_back_in_order_and_groups_begin_with_key_frames(frames: Fram
 
 
 def test_a_group_is_decoded_without_the_others(frames: Frames) -> None:
-    """As a browser does that jumps to a key frame."""
+    """A browser does this when it jumps to a key frame."""
     data = written(frames, 1)
     with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
@@ -143,7 +143,7 @@ def test_short_clips_have_as_many_groups_as_long_ones(num_frames: int, length: i
 
 
 class Held(ThreadPoolExecutor):
-    """Counts groups that are not encoded, and encodes the first once there are ``most``."""
+    """Holds groups back, and encodes the first once there are ``most``."""
 
     def __init__(self, most: int) -> None:
         super().__init__(1)
@@ -172,7 +172,7 @@ class Held(ThreadPoolExecutor):
 
 
 def test_no_more_groups_are_held_than_was_said(frames: Frames) -> None:
-    """Without waiting, all would be there before the first is encoded."""
+    """Without waiting, all groups would be there before the first is encoded."""
     whole = frames[: 6 * LENGTH]
     with Held(2) as workers, ClipEncoder(len(whole), FPS, workers, max_waiting=2) as clip:
         clip.add(whole)

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def gradient(num_frames: int, height: int, width: int) -> NDArray[np.uint8]:
-    """A smooth picture with a bright square that moves to the right."""
+    """Return a smooth picture with a bright square that moves to the right."""
     rows, columns = np.mgrid[0:height, 0:width]
     channels = (255 * rows / height, 255 * columns / width, np.full_like(rows, 96))
     frames = np.repeat(np.stack(channels, axis=-1)[None], num_frames, axis=0).astype(np.uint8)
@@ -134,7 +134,7 @@ print(hashlib.sha256(encode_frames(frames, "mp4", fps=8)).hexdigest())
 
 
 def test_clips_do_not_depend_on_what_memory_held_before() -> None:
-    """glibc fills every block it hands out with the byte in ``MALLOC_PERTURB_``: reading what nobody wrote shows."""
+    """glibc fills every block with the byte in ``MALLOC_PERTURB_``, which shows reads of unwritten memory."""
     digests = set()
     for fill in ("0", "85", "170"):
         env = os.environ | {"MALLOC_PERTURB_": fill}
@@ -144,7 +144,7 @@ def test_clips_do_not_depend_on_what_memory_held_before() -> None:
 
 
 def test_a_clip_has_its_sound() -> None:
-    """A tone comes back at its pitch, as long as it was, beside the same pictures; the bytes are always the same."""
+    """A tone keeps its pitch and length beside the same pictures; the bytes are always the same."""
     rate, pitch = 16000, 440.0
     times_T = np.arange(rate) / rate
     samples_CT = np.stack([0.5 * np.sin(2 * np.pi * pitch * times_T)] * 2).astype(np.float32)

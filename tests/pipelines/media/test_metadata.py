@@ -1,4 +1,4 @@
-"""Settings inside files, as other programs read them: Pillow, FFmpeg, and the patterns of AUTOMATIC1111's readers."""
+"""Other programs read settings in files: Pillow, FFmpeg, and the patterns of AUTOMATIC1111's readers."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ SAID = {
 FRAMES = np.random.default_rng(0).integers(0, 256, (1, 32, 48, 3), dtype=np.uint8)
 FORMATS = ("png", "jpeg", "webp", "mp4")
 PARAMETER = re.compile(r'\s*(\w[\w \-/]+):\s*("(?:\\.|[^\\"])+"|[^,]*)(?:,|$)')
-"""How readers of this form find names and values in its last line."""
+"""The pattern by which readers of this form find names and values in its last line."""
 
 
 def file_of(format: str, level: MetadataLevel = "full", request: MediaRequest | None = None) -> bytes:
@@ -61,7 +61,7 @@ def file_of(format: str, level: MetadataLevel = "full", request: MediaRequest | 
 
 
 def texts_of(data: bytes, format: str) -> tuple[str, str]:
-    """The two texts of a file: of AUTOMATIC1111's form, and JSON."""
+    """Return the two texts of a file: AUTOMATIC1111's form, and JSON."""
     if format == "mp4":
         with av.open(io.BytesIO(data), "r") as container:
             tags: Any = container.metadata
@@ -124,7 +124,7 @@ def test_settings_change_no_pixel_and_the_same_request_gives_the_same_bytes(form
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("prompt", ["a\0b", "half a character \ud800", "猫" * 32_000])
 def test_any_prompt_makes_a_file(format: str, prompt: str) -> None:
-    """JPEG has room for 64 KB beside its pixels: of more it holds what fits."""
+    """JPEG has room for 64 KB beside its pixels, so a longer text is cut."""
     fields = {name: getattr(CLIP if format == "mp4" else REQUEST, name) for name in REQUEST.__slots__}
     text, document = texts_of(file_of(format, request=MediaRequest(**fields | {"prompt": prompt})), format)
     if format == "jpeg" and len(prompt) > 1000:

@@ -1,4 +1,4 @@
-"""Files in strips: readers of others see the pixels, and the bytes depend on nothing else."""
+"""Other readers see the pixels of files in strips, and the bytes depend on nothing else."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def noise(height: int, width: int, num_channels: int = 3) -> NDArray[np.uint8]:
 
 
 def chunks_of(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Kinds and contents; AssertionError where a check sum is wrong."""
+    """Yield kinds and contents. Raise AssertionError on a wrong checksum."""
     assert data.startswith(SIGNATURE)
     at = len(SIGNATURE)
     while at < len(data):

@@ -1,4 +1,4 @@
-"""Manifests as C2PA's own reader sees them, and credentials that cannot sign."""
+"""C2PA's own reader sees the manifests, and unusable credentials are refused."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def authority(tmp_path: Path) -> Authority:
 
 
 def read(data: bytes, format: str, anchor: str) -> tuple[dict[str, Any], str]:
-    """The active manifest, and how its validation ended where ``anchor`` alone is trusted."""
+    """Return the active manifest, and the result of its validation with ``anchor`` as the only trust."""
     trust = {"trust": {"user_anchors": anchor}, "verify": {"remote_manifest_fetch": False}}
     with c2pa.Reader(MIME_TYPES[format], io.BytesIO(data), context=c2pa.Context.from_dict(trust)) as reader:
         return reader.get_active_manifest(), reader.get_validation_state()
@@ -64,7 +64,7 @@ def test_a_file_says_who_has_made_it_with_what_and_when(authority: Authority, fo
 
 
 def test_the_action_belongs_to_what_the_signer_has_made(authority: Authority) -> None:
-    """Not to what it has gathered from others: readers believe a mark less there."""
+    """Readers believe a mark less if it is among gathered assertions."""
     signed = writer(authority.issue()).sign(encode_frames(FRAMES, "png"), "png", model="m", is_edit=True)
     detailed = json.loads(c2pa.Reader("image/png", io.BytesIO(signed)).detailed_json())
     (manifest,) = detailed["manifests"].values()

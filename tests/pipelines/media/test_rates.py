@@ -1,4 +1,4 @@
-"""The frame rate of clips of every length, as players read it from the file."""
+"""Players read the right frame rate from clips of every length."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def numbers_of_frames() -> list[int]:
 
 
 def read(data: bytes) -> tuple[Fraction, set[int | None], list[int]]:
-    """Return what FFmpeg reads: the average rate, the durations of samples, and the times of shown frames in ticks."""
+    """Return FFmpeg's average rate, the durations of samples, and the times of shown frames in ticks."""
     with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
         packets = [packet for packet in container.demux(stream) if packet.size]
@@ -36,7 +36,7 @@ def read(data: bytes) -> tuple[Fraction, set[int | None], list[int]]:
 
 
 def num_frames_again(data: bytes) -> int:
-    """Return how many frames FFmpeg makes of a clip at a constant rate (its filter ``fps``, as ``ffmpeg -r``)."""
+    """Return how many frames FFmpeg makes of a clip at a constant rate (its filter ``fps``, like ``ffmpeg -r``)."""
     with av.open(io.BytesIO(data), "r") as container:
         stream, graph = container.streams.video[0], Graph()
         graph.link_nodes(graph.add_buffer(template=stream), graph.add("fps", str(FPS)), graph.add("buffersink"))
@@ -54,7 +54,7 @@ def num_frames_again(data: bytes) -> int:
 
 
 def test_every_number_of_frames_has_its_rate() -> None:
-    """A last group of one or two frames has no reordering of its own, and must not begin later for that."""
+    """A last group of one or two frames has no reordering, and must not begin later for that."""
     for num in numbers_of_frames():
         data = encode_clip(MOVING[:num], FPS)
         rate, durations, times = read(data)
@@ -65,7 +65,7 @@ def test_every_number_of_frames_has_its_rate() -> None:
 
 @pytest.mark.parametrize("fps", [8, 12, 15, 16, 25, 30, 60, 120])
 def test_a_short_last_group_has_the_rate_of_the_others(fps: int) -> None:
-    """Whole groups, and last ones of one or two frames."""
+    """The clips have whole groups, and last ones of one or two frames."""
     for num in (2, 17, 97, 121, 122):
         rate, durations, times = read(encode_clip(MOVING[:num], fps))
         assert (num, rate, len(durations)) == (num, Fraction(fps), 1)

@@ -1,4 +1,4 @@
-"""Plans against the classes' own defaults, which are the published models' (FLUX.2-dev, LTX, Qwen-Image, Z-Image)."""
+"""Plans fit the classes' own defaults, which are the published models' (FLUX.2-dev, LTX, Qwen-Image, Z-Image)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DEGREES = {
     "QwenImageTransformer2DModel": (2, 4, 8),
     "ZImageTransformer2DModel": (2,),
 }
-"""Of a tensor axis; Z-Image has 30 heads."""
+"""Degrees of a tensor axis; Z-Image has 30 heads."""
 
 
 @cache
@@ -76,7 +76,7 @@ def test_degrees_that_do_not_divide_the_heads_are_refused() -> None:
 
 @pytest.mark.parametrize("name", ["Flux2Transformer2DModel", "QwenImageTransformer2DModel"])
 def test_linears_are_those_of_diffusers(name: str) -> None:
-    """Its packed linears say in which blocks they are cut, by shares in the plan or by features in the layer."""
+    """Packed linears name the blocks in which they are cut: shares in the plan, features in the layer."""
     module = published(name)
     ours = {rule.pattern: rule for rule in plan_of(name).linears}
     assert ours.keys() == module._tp_plan.keys()

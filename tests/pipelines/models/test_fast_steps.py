@@ -1,4 +1,4 @@
-"""Hand-ordered steps of FLUX.2 and 3, Qwen-Image and Z-Image give their module's own answer, alone and on ranks."""
+"""Hand-ordered steps of FLUX.2 and 3, Qwen-Image and Z-Image give their module's answer, alone and on ranks."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def expected(folder: Path, num_pictures: int | None = None) -> tuple[Tensor, ...
 def predicted(
     folder: Path, strategy: str, precision: str = "native", num_pictures: int | None = None
 ) -> tuple[tuple[Tensor, ...], int]:
-    """The answers, and how often a hand-ordered step ran."""
+    """Return the answers, and how often a hand-ordered step ran."""
     ranks = tuple(range(torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1))
     engine = TorchEngine(Checkpoint(folder).denoiser(), strategy=strategy, precision=precision, fast=True)
     with patch.object(FastStep, "__call__", autospec=True, side_effect=FastStep.__call__) as step:
@@ -58,7 +58,7 @@ def predicted(
 
 
 def with_divided_text(*arguments: Any) -> tuple[tuple[Tensor, ...], int]:
-    """Predict as for a long prompt: each rank has a share of the text from the start."""
+    """Predict as with a long prompt: each rank has a share of the text from the start."""
     with patch("pipelines.models.flux3.fast.MAX_WHOLE_TEXT", 0):
         return predicted(*arguments)
 
@@ -98,7 +98,7 @@ def test_ranks_may_have_shares_of_the_text_in_its_own_blocks(
 @pytest.mark.parametrize("make", [tiny.flux, *map(MAKERS.get, ["flux2 dev", "flux3", "qwen", "z image"])])
 @torch.no_grad()
 def test_adapters_may_change_every_parameter(make: Any, folders: Callable[[Any], Path]) -> None:
-    """After the engine has arranged the weights: norms of queries and keys, which are stacked, among them."""
+    """They may do so after the engine has arranged the weights, such as stacked norms of queries and keys."""
     model, changed, branch = *(Checkpoint(folders(make)).denoiser() for _ in range(2)), first_step(folders(make))[0]
     products: dict[str, LowRank] = {}
     for name, x in changed.modules["transformer"].named_parameters():
@@ -137,7 +137,7 @@ def test_editors_of_other_kinds_run_as_their_module() -> None:
     [
         ("FLUX.2-dev", {"eps": EPS}, {"eps": 10 * EPS}),
         ("flux-3-image-klein", {"eps": EPS}, {"eps": 10 * EPS}),
-        ("Z-Image", {"norm_eps": 1e-5}, {"norm_eps": 1e-6}),  # that of queries and keys stays 1e-5 in diffusers' class
+        ("Z-Image", {"norm_eps": 1e-5}, {"norm_eps": 1e-6}),  # in diffusers' class that of q and k stays 1e-5
         ("Z-Image", {"qk_norm": True}, {"qk_norm": False}),
     ],
 )

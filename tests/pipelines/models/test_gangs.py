@@ -1,7 +1,7 @@
-"""Each model on gangs of Gloo ranks, with every strategy that its plan allows, against the pipeline's own call.
+"""Each model on gangs of Gloo ranks, with every strategy of its plan, equals the pipeline's own call.
 
-The quick tests have each model with one of the strategies that divide the context, in turn, and with the one that
-divides its weights: each strategy meets streams of all kinds. All pairs are in the slow tests.
+The quick tests have each model with its division of weights and one strategy for the context, in turn. So each strategy
+meets streams of all kinds. All pairs are in the slow tests.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from tests.pipelines.support.checkpoints import tiny_models, tiny_others
 from tests.pipelines.support.references.own_call import own_latents
 
 TOLERANCE = 1e-4
-"""Relative, in float32: sums are made in another order."""
+"""Relative, in float32: sums are added in another order."""
 CONTEXT = ("ulysses", "ring", "allgather_kv")
 
 
 def in_turn(number: int, num_ranks: int, strategy: str) -> bool:
-    """Whether the quick tests have the model of this number with ``strategy``."""
+    """Return whether the quick tests have the model of this number with ``strategy``."""
     return num_ranks == 1 or strategy not in CONTEXT or strategy == CONTEXT[number % len(CONTEXT)]
 
 
@@ -44,7 +44,7 @@ def in_turn(number: int, num_ranks: int, strategy: str) -> bool:
 class Case:
     """``sides`` are height and width in the model's multiples: token counts that 4 ranks must pad.
 
-    ``tensor``: the plan splits weights, over ``max_tensor`` ranks at most.
+    ``tensor``: the plan splits weights, over at most ``max_tensor`` ranks.
     """
 
     make: Callable[[Path], Path]
@@ -55,7 +55,7 @@ class Case:
     changes: Mapping[str, Any] = field(default_factory=dict)
 
     def strategies(self, num_ranks: int) -> tuple[str, ...]:
-        """All that the plan allows; beyond the most ranks that weights are split over, the tokens are as well."""
+        """Return all strategies of the plan; with more than ``max_tensor`` ranks the tokens are split as well."""
         if num_ranks == 1:
             return ("ulysses",)
         tensor = "tensor" if num_ranks <= self.max_tensor else f"tensor{self.max_tensor}xulysses"
@@ -63,7 +63,7 @@ class Case:
 
 
 NEGATIVE: Mapping[str, Any] = {"negative_prompt": "blue"}
-"""For models whose blocks, called as a whole, do not guide without it; their pipelines do."""
+"""Changes for models whose blocks, called as a whole, do not guide without it; their pipelines do."""
 
 CASES = {
     "flux2 klein": Case(make=tiny_models.flux2_klein, tensor=True),
@@ -82,7 +82,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def own(folders: Callable[[Any], Path]) -> Callable[[str], Tensor]:
-    """The latents of the pipeline's own call."""
+    """Return the latents of the pipeline's own call."""
     return cache(
         lambda name: own_latents(folders(CASES[name].make), request_of(CASES[name], folders(CASES[name].make)))
     )
@@ -97,7 +97,7 @@ def request_of(case: Case, folder: Path) -> MediaRequest:
 
 @cache
 def encoded(folder: Path, request: MediaRequest) -> bytes:
-    """The conditioning as it travels to all ranks: what strategies differ in comes after it."""
+    """Return the pickled conditioning as all ranks get it: strategies differ only after it."""
     return pickle.dumps(Checkpoint(folder).text_encoder().encode(request))
 
 
@@ -114,13 +114,13 @@ def denoised(folder: Path, request: MediaRequest, strategy: str, conditioning: b
 
 
 def without_exchange(folder: Path, request: MediaRequest, strategy: str, conditioning: bytes) -> Tensor:
-    """Each rank attends to its own tokens alone."""
+    """Let each rank attend to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
         return denoised(folder, request, strategy, conditioning)
 
 
 TWO = ("z image with guidance",)
-"""Run on two ranks in the quick tests: four split its weights in another way. All others run on one and four."""
+"""Quick tests run these on two ranks, where weights are split otherwise; all others run on one and four."""
 SIZES = [
     pytest.param(
         name,
@@ -156,12 +156,12 @@ def test_without_the_exchange_they_do_not(
 
 
 SOLVERS = ("wan, dpm++", "wan, shift")
-"""A second-order solver, with predictions of earlier steps beside the latents, and the shift of a clip's schedule."""
+"""A second-order solver, with earlier predictions beside the latents, and the shift of a clip's schedule."""
 
 
 @pytest.fixture(scope="module")
 def own_solved(folders: Callable[[Any], Path]) -> Callable[[str], Tensor]:
-    """The latents of diffusers with the scheduler that a user gives it."""
+    """Return the latents of diffusers with the user's scheduler."""
 
     def of(name: str) -> Tensor:
         case, checkpoint = solver.CASES[name], Checkpoint(folders(solver.CASES[name].make))

@@ -1,4 +1,4 @@
-"""Classes that no file knows: the registry is emptied, so that known models stand for those of tomorrow."""
+"""Unknown classes work: the registry is emptied, so that known models stand for future ones."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def nothing_known() -> Any:
 
 @cache
 def encoded(folder: Path, request: MediaRequest) -> bytes:
-    """As ``test_gangs.encoded``, but of a class that no file knows."""
+    """Return the conditioning like ``test_gangs.encoded``, for an unknown class."""
     return pickle.dumps(Checkpoint(folder).text_encoder().encode(request))
 
 
@@ -82,7 +82,7 @@ def test_one_rank_gives_the_pipelines_own_latents(name: str, folders: Callable[[
 def test_a_u_net_and_two_transformers_a_step(
     make: Callable[[Path], Path], num_steps: int, folders: Callable[[Any], Path]
 ) -> None:
-    """Ideogram 4's guidance is a list of 48 scales: its blocks take no other number of steps without another list."""
+    """Ideogram 4's guidance is a list of 48 scales: its blocks need another list for other numbers of steps."""
     folder = folders(make)
     request = replace(request_of(Case(make=make), folder), num_inference_steps=num_steps)
     pipeline = load_pipeline(Checkpoint(folder))

@@ -1,4 +1,4 @@
-"""LTX-2's four passes of guidance on parts of a gang of Gloo ranks, against diffusers' own call."""
+"""LTX-2's four passes of guidance on parts of a gang of Gloo ranks equal diffusers' own call."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASES = {
     (4, "guidance"): 2,
     (4, "guidance2xring2"): 2,
 }
-"""How many of the four each rank makes: one, or its share of three and then of the last, or of two and two."""
+"""Passes that each rank makes: one, or its share of three and of the last, or of two and two."""
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def expected(folder: Path) -> Latents:
 
 
 def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes, strategy: str) -> dict[str, Any]:
-    """Each part of the team takes its own prediction for those of all."""
+    """Let each part of the team take its own prediction for those of all."""
     with patch("engines.parallel.division.all_gather", lambda x, axis: torch.stack([x] * axis.size)):
         return denoised_from(folder, request, conditioning, strategy)
 

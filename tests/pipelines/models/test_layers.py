@@ -1,4 +1,4 @@
-"""A picture that is taken apart into layers, against diffusers' classic pipeline, which has no modular blocks."""
+"""A picture split into layers equals diffusers' classic pipeline, which has no modular blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.pipelines.support.checkpoints import tiny_qwen
 from tests.pipelines.support.references.picture_cases import drawn
 
 TOLERANCE = 1e-4
-"""Relative, in float32: the latents are packed and unpacked by other code."""
+"""Relative, in float32: other code packs and unpacks the latents."""
 SIZES = "diffusers.pipelines.qwenimage.pipeline_qwenimage_layered.calculate_dimensions"
 NUM_LAYERS = 3
 SIZE = Size(width=64, height=32)
@@ -47,7 +47,7 @@ def pipeline(checkpoint: Checkpoint) -> Pipeline:
 
 
 def half_seen() -> Image.Image:
-    """A picture whose right half is hardly there."""
+    """Return a picture whose right half is almost transparent."""
     picture = drawn(90, 45, seed=1).convert("RGBA")
     picture.putalpha(Image.fromarray(np.repeat(np.where(np.arange(90) < 45, 255, 40)[None], 45, 0).astype(np.uint8)))
     return picture
@@ -63,8 +63,8 @@ def denoised(pipeline: Pipeline, request: MediaRequest, picture: Image.Image) ->
 
 
 def theirs(checkpoint: Checkpoint, request: MediaRequest, picture: Image.Image) -> tuple[Tensor, list[Image.Image]]:
-    """Latents and layers. As the model's card has it, guidance keeps the length of its prediction, and captions are
-    English; the classic pipeline breaks the lines of the words that ask for one."""
+    """Return latents and layers. On the model's card guidance rescales its prediction, and captions are English; the
+    classic pipeline breaks the caption prompt's lines."""
     classic = diffusers.QwenImageLayeredPipeline.from_pretrained(checkpoint.path)
     classic.set_progress_bar_config(disable=True)
     classic.image_caption_prompt_en = QWENIMAGE_LAYERED_CAPTION_PROMPT_EN
@@ -112,7 +112,7 @@ def test_layers_equal_the_classic_pipelines(checkpoint: Checkpoint, pipeline: Pi
 
 
 def test_a_preview_is_one_opaque_picture(checkpoint: Checkpoint, pipeline: Pipeline) -> None:
-    """What the layers show together, by the arithmetic of Porter and Duff (1984) in floating point."""
+    """The layers are composited by the arithmetic of Porter and Duff (1984) in floating point."""
     request = request_of(checkpoint)
     pictures = InputPictures(pictures=(InputPicture.of(half_seen()),))
     _, state, *_ = pipeline.states(request, pictures)

@@ -1,7 +1,4 @@
-"""Krea 2, ERNIE-Image and Stable Diffusion 3: their variants on one rank, and what else jobs and gangs make of them.
-
-So does Anima, which no family here knows.
-"""
+"""Krea 2, ERNIE-Image, Stable Diffusion 3 and the unknown Anima run on one rank, as jobs and on gangs."""
 
 from __future__ import annotations
 
@@ -38,7 +35,7 @@ from tests.pipelines.support.references.own_call import own_latents, own_state
 from tests.pipelines.support.references.video import picture
 
 NAMES = ("krea 2", "ernie", "sd 3", "sd 3.5 large")
-"""Of cases whose latents ``test_gangs.py`` compares."""
+"""Cases whose latents ``test_gangs.py`` compares."""
 ALONE = {
     "krea 2 turbo": Case(make=tiny_others.krea2_turbo),
     "sd 3.5 medium": Case(make=tiny_others.sd35_medium, changes=NEGATIVE),
@@ -57,7 +54,7 @@ def test_one_rank_gives_the_pipelines_own(name: str, folders: Callable[[Any], Pa
 
 
 def test_a_text_conditioner_is_the_encoders(folders: Callable[[Any], Path]) -> None:
-    """Diffusers calls it among the blocks of ranks, which have no weights of it; with a picture, in another block."""
+    """Diffusers calls it in the blocks of ranks, which have no weights of it; with a picture, in another block."""
     folder = folders(tiny_unknown.anima)
     request = request_of(ALONE["anima"], folder)
     request = replace(request, num_pictures=1, strength=0.5, num_inference_steps=4)
@@ -96,7 +93,7 @@ def test_frames_previews_and_a_job_that_moves(name: str, folders: Callable[[Any]
 
 
 def test_a_text_is_fused_once_a_job(folders: Callable[[Any], Path]) -> None:
-    """Once for each prompt. Layers for it take as long as 2 % of a step's blocks, on every rank of a gang."""
+    """It is fused once for each prompt. Its layers take 2 % of a step's blocks, on every rank of a gang."""
     folder, num_tokens, made = folders(CASES["krea 2"].make), list[int](), list[torch.Tensor]()
     checkpoint, request = Checkpoint(folder), request_of(CASES["krea 2"], folder)
     model = checkpoint.denoiser()
@@ -123,8 +120,8 @@ def test_a_known_step_checks_a_gang(name: str, folders: Callable[[Any], Path]) -
     "class_name", ["ErnieImageTransformer2DModel", "Krea2Transformer2DModel", "SD3Transformer2DModel"]
 )
 def test_the_plan_covers_the_published_size(class_name: str) -> None:
-    """The defaults of diffusers' class are those of the published model; those of Stable Diffusion 3 are the medium's
-    but for its 24 layers."""
+    """The defaults of diffusers' class are the published model's. Stable Diffusion 3's are the medium's, except its 24
+    layers."""
     import diffusers
 
     from engines.core.shard_plan import named_like

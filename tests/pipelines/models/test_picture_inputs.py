@@ -1,4 +1,4 @@
-"""Each model that takes pictures, on gangs of Gloo ranks, against the pipeline's own call."""
+"""Each model with input pictures, on gangs of Gloo ranks, equals the pipeline's own call."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 
 TOLERANCE = 1e-4
-"""Relative, in float32: sums are made in another order."""
+"""Relative, in float32: sums are added in another order."""
 TWO = ((64, 72), (70, 85))
 FOUR = (*TWO, (80, 64), (96, 70))
 CONTROL = {"control_scale": 0.6, "control_guidance_end": 0.7}
@@ -119,7 +119,7 @@ def denoised(folder: Path, name: str, strategy: str) -> Tensor:
 
 
 def without_exchange(folder: Path, name: str, strategy: str) -> Tensor:
-    """Each rank attends to its own tokens alone."""
+    """Let each rank attend to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
         return denoised(folder, name, strategy)
 
@@ -131,7 +131,7 @@ def expected_of(name: str, folder: Path) -> Tensor:
 
 
 def pixels_of(images: Any) -> Tensor:
-    """In [0, 1]. Diffusers' blocks that paint inside a mask give 8-bit pictures alone."""
+    """Return pixels in [0, 1]. Diffusers' blocks for masks give 8-bit pictures alone."""
     if isinstance(images, Tensor):
         return images
     if isinstance(images[0], Tensor):
@@ -186,7 +186,7 @@ def test_steps_are_counted_as_the_schedule_does(name: str, folders: Callable[[An
 
 
 def test_an_editor_paints_inside_a_mask_in_the_size_asked_for(folders: Callable[[Any], Path]) -> None:
-    """Which need not be the megapixel that it looks at pictures in. Words alone edit in all steps."""
+    """The size may differ from the megapixel in which it sees pictures. Words alone edit in all steps."""
     case = replace(CASES["qwen edit, a mask"], sides=(4, 5))
     checkpoint = Checkpoint(folders(case.make))
     request = request_of(case, checkpoint.path)
@@ -200,7 +200,7 @@ def test_an_editor_paints_inside_a_mask_in_the_size_asked_for(folders: Callable[
 
 
 def fast_denoised(folder: Path, name: str) -> Tensor:
-    """By FLUX's hand-ordered step, whose image tokens are those of the picture as well."""
+    """Run FLUX's hand-ordered step, whose image tokens include the picture's."""
     case, checkpoint = CASES[name], Checkpoint(folder)
     engine = TorchEngine(checkpoint.denoiser(), fast=True, strategy="ulysses")
     with small_pictures():
@@ -218,7 +218,7 @@ def test_the_fast_path_takes_pictures(name: str, num_ranks: int, folders: Callab
 
 @pytest.mark.parametrize("name", CASES)
 def test_pictures_come_out_and_jobs_move(name: str, folders: Callable[[Any], Path]) -> None:
-    """In one process: previews and the finished picture have the size asked for; a packed state goes on alike."""
+    """In one process, previews and the finished picture have the requested size; a packed state continues alike."""
     case = CASES[name]
     folder = folders(case.make)
     checkpoint, request = Checkpoint(folder), request_of(case, folder)

@@ -1,4 +1,4 @@
-"""A sample for every run of what slow tests of pictures compare in full: jobs on two ranks, and diffusers' own call."""
+"""Quick runs sample the slow comparisons of pictures: jobs on two ranks equal diffusers' own call."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ EDITS = [
     ("qwen edit", "allgather_kv"),
 ]
 TOLERANCE = 1e-4
-"""Relative, in float32: sums are made in another order."""
+"""Relative, in float32: sums are added in another order."""
 
 
 @pytest.mark.parametrize(("name", "strategy"), EDITS)

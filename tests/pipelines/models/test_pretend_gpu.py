@@ -1,4 +1,4 @@
-"""The pretended GPU refuses what a real one does, and notes what a CUDA graph cannot record."""
+"""The fake GPU refuses what a real one does, and records what a CUDA graph cannot hold."""
 
 from __future__ import annotations
 

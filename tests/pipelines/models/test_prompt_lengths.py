@@ -1,4 +1,4 @@
-"""Prompts of several lengths are steps of one shape where the model fills them up itself, and give its own pictures."""
+"""Prompts of several lengths are steps of one shape if the model pads them, and give its own pictures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.pipelines.support.references.own_call import own_latents
 
 WINDOW = 32
 MOST = WINDOW - 1
-"""Letters in one window: a token each, and one that ends them."""
+"""Letters in one window: a token each, and one end token."""
 CASE = Case(make=tiny_models.z_image, changes={"true_cfg_scale": 3.0})
 
 
@@ -51,7 +51,7 @@ def test_latents_equal_the_pipelines_own(folder: Path, num_letters: int, fast: b
 
 @pytest.mark.parametrize("fast", [False, True], ids=["module", "hand-ordered"])
 def test_what_fills_a_prompt_up_is_what_the_model_fills_it_up_with(folder: Path, fast: bool) -> None:
-    """Left at what the embedder makes of it, it gives another picture."""
+    """The embedder's own output for padding gives another picture."""
     expected = own_latents(folder, replace(request_of(CASE, folder), prompt="a" * 5))
     nothing = patch("pipelines.models.z_image.text.padding_mask", none_filled)
     with nothing, patch("pipelines.models.z_image.fast.padding_mask", none_filled):
@@ -79,7 +79,7 @@ def test_a_gang_prepares_a_short_prompt_beside_the_longest(folder: Path) -> None
 
 
 def test_it_is_done_once_a_job(folder: Path) -> None:
-    """So that engines know the text again from step to step."""
+    """Engines recognise the text from step to step."""
     pipeline = load_pipeline(Checkpoint(folder))
     first, second, *_ = pipeline.states(request_of(CASE, folder))
     texts = [pipeline.sampler.branches(state)[0].inputs["cap_feats.0"] for state in (first, second)]

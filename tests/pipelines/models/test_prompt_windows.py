@@ -1,4 +1,4 @@
-"""Prompts of many lengths share a hand-ordered step where it fills them up, and give the model's own pictures."""
+"""Prompts of many lengths share a hand-ordered step that pads them, and give the model's own pictures."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def predicted(folder: Path, strategy: str = "ulysses") -> tuple[Tensor, ...]:
 
 
 def attending_to_all(folder: Path, strategy: str = "ulysses") -> tuple[Tensor, ...]:
-    """To what fills prompts up as well."""
+    """Attend to the padding of prompts as well."""
     with patch.object(KeyMask, "in_order", lambda keys, kept_N: torch.ones_like(IN_ORDER(keys, kept_N))):
         return predicted(folder, strategy)
 

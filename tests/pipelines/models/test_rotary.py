@@ -1,4 +1,4 @@
-"""Queries and keys that are normalised and rotated in one operation, against diffusers' processors of attention."""
+"""Queries and keys normalised and rotated in one operation equal diffusers' attention processors."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Tables = tuple[Tensor, Tensor]
 
 
 class Case(NamedTuple):
-    """An attention of diffusers, its inputs beside the tokens, and what gives it a processor of ours."""
+    """An attention of diffusers, its inputs beside the tokens, and the function that sets our processor."""
 
     attention: nn.Module
     inputs: dict[str, Any]
@@ -58,7 +58,7 @@ def tables_of(*shape: int, doubled: bool = False) -> Tables:
 
 
 def by_head(length: int) -> Tables:
-    """Return views, which LTX-2's embedding makes too."""
+    """Return views, as in LTX-2's embedding."""
     cos, sin = tables_of(BATCH, length, HEADS, DIM // 2)
     return cos.transpose(1, 2), sin.transpose(1, 2)
 
@@ -100,7 +100,7 @@ def wan_itself() -> Case:
 
 
 def minimax() -> Case:
-    """A quarter of each head is not rotated."""
+    """Return an attention that does not rotate a quarter of each head."""
     cos, sin = tables_of(LENGTH, 3 * DIM // 8)
     rotary_emb = (torch.cat((cos, cos), 1), torch.cat((sin, sin), 1))
     return Case(MiniMaxH3Attention(CHANNELS, HEADS, DIM), {"rotary_emb": rotary_emb}, MINIMAX.set_kernel)
@@ -113,7 +113,7 @@ def helios() -> Case:
 
 
 def hunyuan() -> Case:
-    """Its norm rounds before it multiplies by the weight."""
+    """Return an attention whose norm rounds before it multiplies by the weight."""
     attn = Attention(
         CHANNELS, heads=HEADS, dim_head=DIM, added_kv_proj_dim=CHANNELS, context_pre_only=False, bias=True,
         processor=HunyuanVideo15AttnProcessor2_0(), qk_norm="rms_norm", eps=1e-6,
@@ -134,7 +134,7 @@ CASES = [ltx2_itself, ltx2_gated, ltx2_cross, ltx, wan_itself, minimax, helios, 
 
 
 class Heads(list[Tensor]):
-    """Queries and keys that attention was called with."""
+    """Queries and keys of an attention call."""
 
     def attend(self, q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, /, **_: Any) -> tuple[Tensor, Tensor]:
         self += [q_BLHD, k_BMHD]
@@ -145,7 +145,7 @@ class Heads(list[Tensor]):
 
 
 def allow(monkeypatch: pytest.MonkeyPatch) -> Mock:
-    """Use the operation on this CPU. Return what is called in its place."""
+    """Use the operation on this CPU. Return the mock called in its place."""
     for module in (attention, cosmos):
         monkeypatch.setattr(module, "is_fusable", lambda *_: True)
     called = Mock(side_effect=rotary._run)
@@ -208,7 +208,7 @@ def test_it_is_an_operation_of_one_compiled_graph(make: Callable[[], Case], monk
 def test_heads_of_cosmos_are_the_same_in_one_pass(
     dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It has fewer heads of keys than of queries, and a text without tokens here."""
+    """It has fewer key heads than query heads, and a text without tokens here."""
     attn = shake(Cosmos3PackedMoTAttention(CHANNELS, DIM, 4, 2, False, 1e-6)).to(dtype)
     x_LC = torch.randn(LENGTH, CHANNELS, generator=torch.Generator().manual_seed(1)).to(dtype)
     tables = [torch.cat((table, table), -1).to(dtype) for table in tables_of(LENGTH, DIM // 2)]
@@ -258,13 +258,13 @@ def test_keys_that_can_travel_early_are_sent_before_queries_are_made(
 
 
 def grouped(heads: Heads) -> Any:
-    """Return a kernel for fewer heads of keys than of queries."""
+    """Return a kernel for fewer key heads than query heads."""
     return lambda q, *kv: heads.attend(q, *(x.repeat_interleave(2, dim=2) for x in kv))
 
 
 @pytest.mark.parametrize("pairs", [DIM // 2, 9])
 def test_compilers_know_the_strides_of_its_results(pairs: int) -> None:
-    """They read results at the strides of the fake version's. Queries and keys are columns of wider rows here."""
+    """They read results at the fake version's strides. Queries and keys are columns of wider rows here."""
     q_BLC, k_BLC, _ = torch.randn(BATCH, LENGTH, 3 * CHANNELS).chunk(3, -1)
     cos, sin = (x.transpose(1, 2)[..., ::2] for x in tables_of(BATCH, HEADS, LENGTH, 2 * pairs))
     norms = [torch.ones(DIM)] * 2

@@ -1,4 +1,4 @@
-"""Stable Diffusion 3 and XL with pictures and masks beside the prompt, against diffusers' classic pipelines."""
+"""Stable Diffusion 3 and XL with pictures and masks equal diffusers' classic pipelines."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from tests.pipelines.support.references.picture_cases import (
 
 TOLERANCE = 1e-4
 PIXELS = (40, 24)
-"""Width and height of pictures: those of the request of a model with tokens of 8x8 pixels."""
+"""Width and height of pictures: the request's size for a model with tokens of 8x8 pixels."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case(PictureCase):
-    """``classic`` is the class of diffusers that does the same."""
+    """``classic`` is diffusers' equivalent class."""
 
     classic: str
 
@@ -77,13 +77,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Any], tuple[Ch
 
 @pytest.fixture
 def certain() -> Iterator[None]:
-    """Auto-encoders draw nothing: the classic pipelines draw noise before, and the blocks after they encoded."""
+    """Let auto-encoders draw nothing: classic pipelines draw noise before they encode, and blocks after it."""
     with patch.object(DiagonalGaussianDistribution, "sample", lambda self, generator=None: self.mode()):
         yield
 
 
 def classic(case: Case, checkpoint: Checkpoint, output_type: str) -> Any:
-    """What the classic pipeline makes of the case."""
+    """Return the classic pipeline's result for the case."""
     import diffusers
 
     request = request_of(case, checkpoint.path)
@@ -127,7 +127,7 @@ def test_latents_and_pixels_equal_the_classic_pipelines(
 def test_a_negative_prompt_is_what_the_request_said(
     name: str, negative: str | None, loaded: Callable[[Any], tuple[Checkpoint, Pipeline]]
 ) -> None:
-    """Where nothing is said SDXL has zeros, which the empty prompt does not give."""
+    """Without one SDXL uses zeros, which differ from the empty prompt."""
     case = replace(CASES[name], classic=WORDS[name], pictures=(), changes={"negative_prompt": negative})
     checkpoint, pipeline = loaded(case.make)
     request = request_of(case, checkpoint.path)
@@ -191,8 +191,8 @@ def test_a_strength_that_leaves_no_step_is_told(loaded: Callable[[Any], tuple[Ch
 
 @pytest.mark.parametrize("name", ["sdxl", "sdxl, a mask"])
 def test_a_job_moves_between_ranks(name: str, loaded: Callable[[Any], tuple[Checkpoint, Pipeline]]) -> None:
-    """Steps and previews of a packed state are those of the state itself, but for rounding: convolutions of what was
-    sent go through memory in another order."""
+    """Steps and previews of a packed state are those of the state itself, except rounding: a transfer changes the
+    memory order for convolutions."""
     checkpoint, pipeline = loaded(CASES[name].make)
     request = request_of(CASES[name], checkpoint.path)
     _, middle, *_, last = pipeline.states(request, pictures_of(CASES[name]))
@@ -212,14 +212,14 @@ SETTINGS = {"control_scale": 0.6, "control_guidance_start": 0.2, "control_guidan
 
 @pytest.fixture
 def controlled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A folder that the classic pipeline saved, and its network alone."""
+    """Return a folder that the classic pipeline saved, and its network alone."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     folder = tiny_whole.sdxl_controlled(tmp_path / "model")
     return folder, folder / "controlnet"
 
 
 def classic_control(folder: Path, request: MediaRequest) -> Tensor:
-    """Latents of the classic pipeline with the control picture of the case."""
+    """Return latents of the classic pipeline with the control picture of the case."""
     import diffusers
 
     own = diffusers.StableDiffusionXLControlNetPipeline.from_pretrained(folder)
@@ -244,7 +244,7 @@ def classic_control(folder: Path, request: MediaRequest) -> Tensor:
 def test_a_control_network_beside_sdxl_gives_the_latents_of_the_classic_pipeline(
     controlled: tuple[Path, Path],
 ) -> None:
-    """By blocks. A step has one shape for all weights, so that one captured step serves them."""
+    """It runs by blocks. A step has one shape for all weights, so that one captured step serves them."""
     folder, network = controlled
     checkpoint = Checkpoint.open(str(ModelSource(base=str(folder / "sdxl"), network=str(network))))
     assert not checkpoint.spec.is_whole

@@ -1,4 +1,4 @@
-"""What a gang does at its start, before anybody has sent a picture: a typical step, and a known one."""
+"""At its start, before any picture is requested, a gang runs a typical step and a known one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MODELS: dict[str, Callable[[Path], Path]] = {
     "z image": tiny_pictures.z_image,
 }
 WITH_PICTURES = {"qwen edit": 2 * 15, "qwen edit plus": 2 * 15, "qwen layered": (1 + 4 + 1) * 4 * 15}
-"""How many tokens the pictures have: one and what comes of it, which may be layers and what they show together."""
+"""Numbers of picture tokens: inputs and results, which may be layers and their composite."""
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -1,4 +1,4 @@
-"""Clips of every model on gangs of Gloo ranks, with every strategy that its plan allows, against diffusers' own."""
+"""Clips of every model on gangs of Gloo ranks, with every strategy of its plan, equal diffusers' own."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def largest_difference(latents: Latents, expected: Latents) -> float:
 
 
 def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes) -> dict[str, Tensor]:
-    """Each rank attends to its own tokens alone."""
+    """Let each rank attend to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
         return denoised_from(folder, request, conditioning, "ulysses")
 
@@ -157,7 +157,7 @@ def test_a_job_moves_between_ranks(loaded: tuple[Clip, MediaRequest, Pipeline]) 
 
 
 def test_frames_are_of_the_size_that_was_asked_for(loaded: tuple[Clip, MediaRequest, Pipeline]) -> None:
-    """Whatever shape the pictures have that came along; so is a preview, of which one frame is enough."""
+    """The shape of input pictures does not matter. A preview has this size too, and one frame is enough."""
     clip, request, pipeline = loaded
     images = tuple(picture(90, 50, seed) for seed in range(clip.num_pictures))
     *_, before, state = pipeline.states(request, pictures_of(images))
@@ -180,7 +180,7 @@ def test_pictures_matter(loaded: tuple[Clip, MediaRequest, Pipeline]) -> None:
 
 
 def test_a_gang_prepares_with_blank_pictures(loaded: tuple[Clip, MediaRequest, Pipeline]) -> None:
-    """Steps that nobody asked for have the shapes of those that somebody does."""
+    """Blank steps have the shapes of real ones."""
     clip, request, pipeline = loaded
     checkpoint = Checkpoint(pipeline.sampler._opened.path)
     state = pipeline.sampler.begin(request, pipeline.text_encoder.encode(request, pictures_of(clip.images(request))))
@@ -202,7 +202,7 @@ def test_one_frame_at_a_high_rate_has_a_token_of_sound(fps: int, folders: Callab
 
 
 def test_a_clip_whose_latents_cannot_be_mirrored_is_refused(folders: Callable[[Any], Path]) -> None:
-    """Its steps would all be made, and then no auto-encoder could decode it."""
+    """All its steps would run, and then no auto-encoder could decode it."""
     checkpoint = Checkpoint(folders(tiny_ltx.ltx2_few_layers))
     smallest = checkpoint.defaults.request(Size(width=64, height=64, num_frames=1))
     assert checkpoint.decoder().decode(checkpoint.first_latents(smallest), smallest).shape == (1, 64, 64, 3)

@@ -1,4 +1,4 @@
-"""Jobs on one device, with the steps that a gang of one rank makes there: on a GPU they are captured and replayed."""
+"""Jobs on one device, with the steps of a gang of one rank: on a GPU they are captured and replayed."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from pipelines.run import Pipeline, load_pipeline
 
 Latents = Mapping[str, Tensor]
 TOLERANCE = 2e-3
-"""Relative, between a GPU and a CPU in float32 without TF32: sums are made in another order, and guidance scales their
+"""Relative, between a GPU and a CPU in float32 without TF32: sums are added in another order, and guidance scales the
 difference up."""
 HALF_TOLERANCE = 0.1
-"""The same in bfloat16, which has 8 bits: some tens of roundings follow each other. Other noise differs by 1.4."""
+"""The same in bfloat16, which has 8 bits: some tens of roundings add up. Other noise differs by 1.4."""
 OTHER: dict[str, Any] = {"prompt": "a low square", "seed": 6}
 """Another request of equal shapes: its prompt has as many letters as ``a red circle``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """``own`` is what diffusers makes of a request, by names of latents; ``read`` gives the same of our decoder's
-    inputs, and ``like`` their form: some pipelines return latents as tokens."""
+    """``own`` returns diffusers' result for a request, by names of latents. ``read`` returns the same from our
+    decoder's inputs, and ``like`` gives it their form: some pipelines return latents as tokens."""
 
     request: MediaRequest
     own: Callable[[MediaRequest], Latents]
@@ -42,7 +42,7 @@ class Job:
 
     @property
     def other(self) -> Job:
-        """The same with another prompt and seed."""
+        """Return the same job with another prompt and seed."""
         return replace(self, request=replace(self.request, **OTHER))
 
     def check(self, latents: Latents, tolerance: float) -> None:
@@ -56,7 +56,7 @@ class Job:
 
 
 class DeviceRank:
-    """A checkpoint and an engine on the checkpoint's device. ``sends``: values travel as between processes."""
+    """A checkpoint and an engine on its device. ``sends``: values are packed as between processes."""
 
     def __init__(
         self,
@@ -77,13 +77,13 @@ class DeviceRank:
         return self.engine.num_captured
 
     def denoise(self, job: Job) -> Mapping[str, Any]:
-        """Return what the decoder gets. Values travel as they do to a gang, and between its ranks."""
+        """Return the decoder's inputs. Values are packed as on the way to a gang and between its ranks."""
         sampler = self._pipeline.sampler
         self.checkpoint.defaults.check(job.request)
         state = sampler.begin(job.request, self._sent(self._pipeline.text_encoder.encode(job.request, job.inputs)))
         for step in range(sampler.num_steps(state)):
             state = sampler.advance(state, self.engine.predict(sampler.branches(state), (0,)))
-            if step == 0:  # it moves to another rank
+            if step == 0:  # the state moves to another rank
                 state = self._sent(state)
                 first = job.request.stages[0]
                 self._check_size(self._pipeline.decoder.preview(sampler.preview(state), first), first)
@@ -106,7 +106,7 @@ class DeviceRank:
 def check_jobs(checkpoint: Checkpoint, job: Job, tolerance: float = TOLERANCE, **choices: Any) -> None:
     """Check two jobs of one shape against diffusers, and that the first one gives the same bytes again.
 
-    All steps but the first are replays where steps are captured, so the second job shows that they read its inputs.
+    With captured steps all but the first are replays, so the second job shows that they read its inputs.
     """
     rank = DeviceRank(checkpoint, **choices)
     with closing(rank.engine):
@@ -122,7 +122,7 @@ def check_jobs(checkpoint: Checkpoint, job: Job, tolerance: float = TOLERANCE, *
 
 
 def made_on_cpu(checkpoint: Checkpoint, job: Job, **choices: Any) -> Job:
-    """Return ``job`` with what the same checkpoint makes on the CPU, eagerly, in the place of diffusers' own."""
+    """Return ``job`` with the eager CPU result of the same checkpoint in place of diffusers' own."""
     on_cpu = DeviceRank(Checkpoint(checkpoint.path, "cpu", checkpoint.dtype, file=checkpoint.file), **choices)
     return replace(
         job, own=lambda request: job.read(on_cpu.denoise(replace(job, request=request))), like=lambda ours, _: ours

@@ -1,4 +1,4 @@
-"""Steps of published models at full size on a pretended GPU: what would be recorded, and which blocks are compiled."""
+"""Steps of published models at full size on a fake GPU: whether they can be recorded and compiled."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from tests.pipelines.support.pretend_gpu import GPU, GpuTensor, PretendGpu, put_
 from tests.pipelines.support.real_configs import model_of
 
 Kind = tuple[Any, ...]
-"""What a trace of a block depends on: the classes of its modules, and which arguments a call has."""
+"""The key of a block's trace: the classes of its modules, and its arguments."""
 Call = tuple[nn.Module, tuple[Any, ...], dict[str, Any]]
 
 
 MAX_VALUES = 10**5
 NUM_SIZES = 6
-"""Numbers that Stable Diffusion XL is told of its picture, beside the prompt."""
+"""Numbers about its picture that Stable Diffusion XL gets beside the prompt."""
 
 
 @cache
 def first_step(name: str, num_pictures: int | None = None) -> tuple[Branch, ...]:
-    """The branches of the first step of the model's default request, begun by its blocks on the pretended GPU.
+    """Return the branches of the first step of the model's default request, begun on the fake GPU.
 
     Without ``num_pictures`` it has as few as the model takes.
     """
@@ -57,13 +57,13 @@ def first_step(name: str, num_pictures: int | None = None) -> tuple[Branch, ...]
 
 
 def _light(x: Any) -> Any:
-    """Without the values of large tensors of numbers that nobody looks at one by one: they would be computed with."""
+    """Drop the values of large float tensors, which need not be computed."""
     is_large = x.is_floating_point() and x.numel() > MAX_VALUES
     return GpuTensor(_shape(x)) if is_large else x
 
 
 def _blank(opened: OpenedPipeline, request: MediaRequest, num_tokens: int) -> Conditioning:
-    """As its encoders' outputs are shaped, also for classes that no file here says it of."""
+    """Return blank outputs of the encoders, also for classes without a declared shape."""
     if opened.spec.has_known_conditioning:
         blank = blank_conditioning(opened, request, num_tokens)
         return replace(
@@ -80,7 +80,7 @@ def _blank(opened: OpenedPipeline, request: MediaRequest, num_tokens: int) -> Co
 
 
 def model_on_gpu(name: str) -> DenoiserModel:
-    """One block of each kind of a published model, its weights shapes alone."""
+    """Return one block of each kind of a published model, with shapes as weights."""
     model = truncated(model_of(name), 1)
     for module in model.modules.values():
         put_on_gpu(module)
@@ -89,7 +89,7 @@ def model_on_gpu(name: str) -> DenoiserModel:
 
 @dataclass
 class Recorded:
-    """One step over ``team``, run, and then recorded as a CUDA graph is: ``found`` is what a graph cannot record.
+    """Runs one step over ``team``, then records it like a CUDA graph: ``found`` is what a graph cannot record.
 
     ``calls`` are the first calls of the blocks of each kind, as shapes on "meta".
     """
@@ -146,9 +146,9 @@ class Recorded:
 
 
 def trace(model: DenoiserModel, call: Call) -> None:
-    """Traces one block's forward whole, as ``compile_blocks`` has it.
+    """Trace one block's forward whole, like ``compile_blocks``.
 
-    A kernel is chosen by what a host has, devices and packages: some releases of Dynamo trace that, others refuse.
+    A kernel is chosen by a host's devices and packages: some releases of Dynamo trace that, others refuse.
     """
     block, args, kwargs = call
     for module in model.modules.values():

@@ -1,8 +1,8 @@
-"""A device for tests that behaves as a GPU does towards its host, on a machine without one.
+"""A fake device for tests that behaves like a GPU towards its host.
 
-Its tensors have their values on the CPU, or none ("meta": shapes alone, as of the weights of large models).
-An operation on a tensor of the host and one of the device fails as it does with CUDA. What a recording into a CUDA
-graph refuses is noted: copies from and to the host, tensors of Python values, values and sizes that are read back.
+Its tensors have their values on the CPU, or none ("meta": shapes alone, for weights of large models). An operation that
+mixes host and device tensors fails as with CUDA. Operations that a CUDA graph refuses are recorded: copies from and to
+the host, tensors of Python values, values and sizes that are read back.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 GPU = torch.device("lazy", 0)
-"""A device type without a backend, which torch tries to start nothing of."""
+"""A device type without a backend, so that torch starts nothing."""
 _aten = torch.ops.aten
 READS = {_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default}
 MAX_VALUES = 10**7
-"""Tensors of more zeros have their shapes alone: they would take gigabytes."""
+"""Zeros of more elements have shapes alone: they would take gigabytes."""
 SIZED_BY_VALUES = {_aten.nonzero.default, _aten.masked_select.default, _aten._unique2.default}
 INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default}
 
 
 class OtherDeviceError(RuntimeError):
-    """As CUDA says it: "Expected all tensors to be on the same device"."""
+    """The error that CUDA words "Expected all tensors to be on the same device"."""
 
 
 class GpuTensor(Tensor):
-    """``values`` on the CPU or on "meta", for all the world on ``GPU``."""
+    """Has ``values`` on the CPU or on "meta", and claims to be on ``GPU``."""
 
     values: Tensor  # type: ignore[assignment]
 
@@ -56,7 +56,7 @@ class GpuTensor(Tensor):
 
 
 class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Within it, what is made on ``GPU`` is a ``GpuTensor``; ``found`` is what ``recording`` would have refused."""
+    """Makes tensors on ``GPU`` ``GpuTensor``; ``found`` is what ``recording`` would have refused."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -90,7 +90,7 @@ class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._is_recording = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not types and not _is_gpu((kwargs or {}).get("device")):  # nothing but tensors of the host
+        if not types and not _is_gpu((kwargs or {}).get("device")):  # host tensors only
             return func(*args, **(kwargs or {}))
         noted: list[str] = []
         try:
@@ -101,7 +101,7 @@ class PretendGpu(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _autocast(device_type: str, enabled: bool = True, **how: Any) -> AbstractContextManager[Any]:
-    """Torch's own knows no devices without a backend."""
+    """Replace torch's own, which knows no devices without a backend."""
     assert not enabled, "models are served in their own dtypes"
     return nullcontext()
 
@@ -112,12 +112,12 @@ with torch.device("cpu"):
 
 
 def _tensor(data: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Read numbers of the device back, as ``torch.tensor`` does with those in a list."""
+    """Read numbers of the device back, like ``torch.tensor`` with those in a list."""
     return _of_values(tree_map(lambda x: x.item() if isinstance(x, GpuTensor) else x, data), *args, **kwargs)
 
 
 def put_on_gpu(module: nn.Module) -> None:
-    """Makes parameters and buffers tensors of ``GPU``. Other tensors stay on the host, as ``to`` has it."""
+    """Make parameters and buffers tensors of ``GPU``. Other tensors stay on the host, as with ``to``."""
     for each in module.modules():
         both: tuple[dict[str, Any], ...] = (each._parameters, each._buffers)
         for tensors in both:
@@ -128,7 +128,7 @@ def put_on_gpu(module: nn.Module) -> None:
 
 
 def _run(func: Any, args: Any, kwargs: Mapping[str, Any], noted: list[str]) -> Any:
-    """Does ``func`` where the values are, and says in ``noted`` what a graph cannot record of it."""
+    """Run ``func`` where the values are, and add to ``noted`` what a graph cannot record of it."""
     tensors = [*_tensors_of((args, kwargs))]
     mine = [x for x in tensors if isinstance(x, GpuTensor)]
     asked = kwargs.get("device")
@@ -158,7 +158,7 @@ def _run(func: Any, args: Any, kwargs: Mapping[str, Any], noted: list[str]) -> A
 
 
 def _tensors_of(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an operation's arguments, which pytrees would find in half of a job's time."""
+    """Yield the tensors of an operation's arguments; pytrees would take half of a job's time."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, tuple | list):
@@ -188,7 +188,7 @@ def _is_gpu(device: Any) -> bool:
 def _refused(
     func: Any, args: Any, kwargs: Mapping[str, Any], tensors: list[Tensor], mine: list[GpuTensor], target: bool | None
 ) -> list[str]:
-    """``OtherDeviceError`` where CUDA has an error whether or not it records."""
+    """Return what a graph cannot record. Raise ``OtherDeviceError`` where CUDA fails in any case."""
     host = [x for x in tensors if not isinstance(x, GpuTensor) and x.ndim]
     if target and kwargs.get("generator") is not None:
         raise OtherDeviceError("a generator of the host draws on the device")
@@ -218,7 +218,7 @@ def _copied(x: Tensor, from_gpu: bool, to_gpu: bool) -> list[str]:
 
 
 def _indexed(x: Tensor, indices: list[Tensor | None], value: Tensor | None = None, *_: Any) -> list[str]:
-    """A mask is brought to numbers, but where one value is written."""
+    """Return what a graph refuses: a mask becomes numbers, unless one value is written."""
     present = [index for index in indices if index is not None]
     others = [*present, value] if value is not None and value.ndim else present
     if not isinstance(x, GpuTensor) and any(isinstance(other, GpuTensor) for other in others):

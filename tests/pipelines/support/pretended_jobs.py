@@ -1,4 +1,4 @@
-"""Whole jobs of tiny checkpoints on the pretended GPU, with steps that are recorded as into a CUDA graph."""
+"""Whole jobs of tiny checkpoints on the fake GPU, with steps recorded like a CUDA graph."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ upsampler: Any = import_module("pipelines.models.ltx2.upsampler")
 
 @contextmanager
 def pretended_gpu() -> Iterator[PretendGpu]:
-    """Parts are loaded on the CPU and put on the device. Steps are recorded again each time they are replayed."""
+    """Load parts on the CPU and put them on the device. Steps are recorded again at each replay."""
     with PretendGpu() as gpu, ExitStack() as stack:
         runner = functools.partialmethod(_init_capturing, steps.StepRunner.__init__)
         for owner, name, value in (
@@ -57,7 +57,7 @@ class RecordedStep:
             return self._function(self.inputs(tensors))
 
     def inputs(self, tensors: StepTensors) -> StepTensors:
-        """Return what a replay reads: the values of its caller."""
+        """Return the inputs of a replay: the values of its caller."""
         return tensors
 
     def close(self) -> None:
@@ -95,6 +95,6 @@ def _load_whole(load: Callable[..., Any], spec: WholeSpec, path: Path, device: t
 
 
 def _call(call: Callable[..., Any], *args: Any) -> Any:
-    """A call has a thread of its own, and a mode of torch is one thread's."""
+    """Run the call in a mode of its own: it has its own thread, and torch's modes are per thread."""
     with PretendGpu():
         return call(*args)

@@ -20,7 +20,7 @@ from pipelines.checkpoint import Checkpoint
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RealModel:
-    """``index`` are the pipeline's own settings (model_index.json); ``num_transformers`` equal ones make the model."""
+    """``index`` has the pipeline's own settings (model_index.json); the model has ``num_transformers`` equal ones."""
 
     config: dict[str, Any]
     num_parameters: int
@@ -83,10 +83,10 @@ WAN = {
 
 @cache
 def model_of(name: str) -> DenoiserModel:
-    """A published model without weights and buffers, in bfloat16: made once, in seconds for the largest.
+    """Return a published model without weights and buffers, in bfloat16: made once, in seconds for the largest.
 
-    Nothing of it is on the CPU for a moment: gigabytes that come and go leave a heap so long that Linux refuses to fork
-    the process that has it.
+    Nothing of it is ever on the CPU: a heap that once held gigabytes is so large that Linux refuses to fork its
+    process.
     """
     with torch.device("meta"):
         return Checkpoint.of_configuration(name, "meta", torch.bfloat16).outline()

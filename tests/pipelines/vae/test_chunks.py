@@ -1,4 +1,4 @@
-"""Clips decoded in chunks of frames and in bands of rows, against diffusers' own decoding of the whole."""
+"""Clips decoded in chunks of frames and in bands of rows equal diffusers' own decoding of the whole."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.pipelines.vae.support.vaes import VAES, copies, decibels
 
 NUM_LATENT_FRAMES = 4
 NUM_ROWS = 31
-"""Of latents: enough that a band is cut on both of its sides, and uneven ones."""
+"""Rows of latents: enough that a band is cut on both of its sides, and uneven ones."""
 
 
 def latents_like(channels: int) -> Tensor:
@@ -54,7 +54,7 @@ def test_chunks_are_the_whole_bit_by_bit(name: str) -> None:
 @pytest.mark.parametrize("num_layers", [1, 2])
 @torch.no_grad()
 def test_a_single_frame_has_the_same_bits_without_a_cache(name: str, num_layers: int) -> None:
-    """A picture, or the layers of one, which the auto-encoder decodes one by one."""
+    """It is a picture, or its layers, which the auto-encoder decodes one by one."""
     vae = VAES[name]()
     vae.enable_slicing()
     picture = torch.cat([one[:, :, :1] + layer for layer, one in enumerate([latents_like(4)] * num_layers)])
@@ -68,7 +68,7 @@ def test_a_single_frame_has_the_same_bits_without_a_cache(name: str, num_layers:
 
 
 def peak_bytes(vae: Any, latents_BCFHW: Tensor) -> int:
-    """Memory of a decode beside the weights; the meter's attention has no values."""
+    """Return the memory of a decode beside the weights; the meter's attention has no values."""
     with ForwardMeter() as meter:
         vae.decode(latents_BCFHW)
     return meter.peak_bytes
@@ -101,7 +101,7 @@ CLIPS: Mapping[str, tuple[Callable[[Path], Path], int]] = MappingProxyType(
 
 
 def decoder_and_latents(folder: Path) -> tuple[BlocksDecoder, Mapping[str, Any], MediaRequest]:
-    """A decoder, and finished latents."""
+    """Return a decoder, finished latents and their request."""
     request = Clip(make=tiny.wan, reference=lambda *_: {}, num_latent_frames=NUM_LATENT_FRAMES).request(folder)
     pipeline = load_pipeline(Checkpoint(folder))
     return pipeline.decoder, pipeline.denoise(request), request
@@ -132,7 +132,7 @@ def test_a_chunk_comes_before_the_next_is_decoded(tiny_wan: Path) -> None:
 
 
 def test_the_next_chunk_is_issued_on_its_stream_before_a_chunk_is_copied(tiny_wan: Path) -> None:
-    """CPU streams stand for those of a GPU: they have no effect, but one of them is the current one."""
+    """CPU streams stand for a GPU's: they have no effect, but one of them is the current one."""
     decoder, latents, request = decoder_and_latents(tiny_wan)
     main, aside = torch.cpu.current_stream(), torch.cpu.Stream()
     decoder.__dict__["_aside"] = aside
@@ -156,7 +156,7 @@ def test_the_next_chunk_is_issued_on_its_stream_before_a_chunk_is_copied(tiny_wa
 
 @pytest.mark.gpu
 def test_a_gpu_that_goes_on_meanwhile_makes_the_frames_of_the_whole(tiny_wan: Path) -> None:
-    """Again and again: a copy that does not wait for its chunk would show now and then."""
+    """A copy that did not wait for its chunk would show in some of the repetitions."""
     _, latents, request = decoder_and_latents(tiny_wan)
     decoder = Checkpoint(tiny_wan, "cuda").decoder()
     whole_FHWC = decoder.decode(latents, request)
@@ -194,7 +194,7 @@ def test_bands_of_clips_are_the_rows_of_the_whole(name: str) -> None:
 
 
 def test_margins_are_small_where_the_work_is() -> None:
-    """Of the published layout: three residual blocks a level, the first three followed by one convolution."""
+    """The published layout has three residual blocks a level, the first three followed by one convolution."""
     with torch.device("meta"):
         decoder = diffusers.AutoencoderKLWan().decoder
     assert margins(decoder) == (14, 12, 10, 8, 13, 11, 9, 7, 11, 9, 7, 5, 7, 5, 3, 1)
@@ -215,7 +215,7 @@ def test_a_decoder_is_the_same_after_a_band() -> None:
 def test_the_rows_of_a_clip_say_how_many_devices_decode(
     name: str, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A row of Wan 2.1's latents is 8 rows of pixels, of Wan 2.2's 16."""
+    """A row of latents is 8 rows of pixels for Wan 2.1, and 16 for Wan 2.2."""
     counts: list[int] = []
 
     def none(vae: Any, latents: Tensor, decoders: Sequence[Any]) -> Iterator[Tensor]:

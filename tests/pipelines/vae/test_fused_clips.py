@@ -1,4 +1,4 @@
-"""Fused decoders of clips against diffusers' own, in float32 and in half precision."""
+"""Fused decoders of clips equal diffusers' own, in float32 and in half precision."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def noise(batch: int = 1, num_frames: int = NUM_LATENT_FRAMES, rows: int = 5) ->
 
 
 def shaken(name: str) -> Any:
-    """An auto-encoder whose vectors differ from zeros and ones, which hide faults."""
+    """Return an auto-encoder whose vectors differ from zeros and ones, which hide faults."""
     vae = VAES[name]()
     generator = torch.Generator().manual_seed(2)
     for part, weight in vae.decoder.named_parameters():
@@ -65,7 +65,7 @@ def test_estimates_count_fused_weights(name: str, dtype: torch.dtype, fused_dtyp
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_a_clip_is_that_of_diffusers(name: str) -> None:
-    """Two at once, whole and in chunks."""
+    """Two clips are decoded at once, whole and in chunks."""
     plain, fused = pair(name)
     expected = decoded(plain, noise(batch=2))
     assert expected.std() > 0.1
@@ -82,7 +82,7 @@ def test_a_clip_is_that_of_diffusers(name: str) -> None:
 )
 @torch.no_grad()
 def test_frames_are_paired_only_after_an_upsampling_in_time(in_time: list[bool], num_single: int) -> None:
-    """The last of these is the decoder's first. Before it a latent frame is one frame, which has no other to pair."""
+    """The decoder's first stage is the last of these. Before it a latent frame is one frame, which has no pair."""
     torch.manual_seed(0)
     plain = diffusers.AutoencoderKLWan(**SIZES, temperal_downsample=in_time).eval().requires_grad_(False)
     fused = copy.deepcopy(plain)
@@ -110,7 +110,7 @@ def test_a_single_frame_is_that_of_diffusers_without_work_on_zeros(name: str) ->
 @pytest.mark.parametrize("each", [2, 3, 4])
 @torch.no_grad()
 def test_several_latent_frames_at_a_time_make_the_same_clip(name: str, each: int) -> None:
-    """The first is alone, as it is one frame of pixels and all others are four."""
+    """The first is alone, since it is one frame of pixels and all others are four."""
     plain, fused = pair(name)
     hidden_BCFHW = fused.post_quant_conv(noise())
     cache, parts = [None] * 100, []
@@ -153,7 +153,7 @@ def test_half_precision_is_nearer_to_float32_than_that_of_diffusers(name: str, d
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_values_beyond_float16_are_decoded_in_float16(name: str) -> None:
-    """Residual blocks add up to values that grow with their weights; their norms hide how large they are."""
+    """Residual blocks add up to values that grow with their weights; their norms hide this size."""
     plain = shaken(name)
     blocks = [part for part in plain.decoder.modules() if type(part).__name__.endswith("ResidualBlock")]
     largest: list[float] = []
@@ -207,7 +207,7 @@ ALLOCATIONS: dict[str, Callable[..., Any]] = {
     "split_frames": allocate_split,
     "interleave": allocate_interleaved,
 }
-"""The fused passes on "meta". They allocate their results only, as Triton's do, and the plain ones more."""
+"""The fused passes on "meta". They allocate their results only, like Triton's; the plain ones allocate more."""
 
 
 PUBLISHED: tuple[dict[str, Any], ...] = ({}, {"base_dim": 160, "decoder_base_dim": 256, **RESIDUAL, "z_dim": 48})
@@ -219,7 +219,7 @@ PUBLISHED: tuple[dict[str, Any], ...] = ({}, {"base_dim": 160, "decoder_base_dim
 def test_decodes_take_no_more_memory_than_those_of_diffusers(
     options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Published sizes, in bfloat16: estimates count the decoder as diffusers has it."""
+    """The sizes are published, in bfloat16: estimates count diffusers' own decoder."""
     with torch.device("meta"):
         plain = diffusers.AutoencoderKLWan(**options).to(torch.bfloat16).requires_grad_(False)
     fused = copy.deepcopy(plain)
@@ -260,7 +260,7 @@ def test_a_prepared_decoder_makes_the_frames_of_the_plain_one(tiny_wan: Path) ->
 def test_kernels_of_a_fused_decoder_are_compiled_by_a_small_clip(
     make: Callable[[Path], Path], compiled: bool, num_calls: int, tmp_path: Path
 ) -> None:
-    """Its first latent frame, and those with one frame and with two before them, run different kernels."""
+    """The first latent frame, and frames with one and with two before them, run different kernels."""
     decoder, calls = Checkpoint(make(tmp_path)).decoder(compiled=compiled), list[Any]()
     decoder._pipeline.vae.decoder.register_forward_hook(lambda *call: calls.append(call))
     decoder.warm_kernels()

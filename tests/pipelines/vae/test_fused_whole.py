@@ -1,4 +1,4 @@
-"""Fused decoders of clips that diffusers decodes all frames at once, against diffusers' own."""
+"""Fused decoders of clips that diffusers decodes all frames at once equal diffusers' own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def fused(vae: Any, dtype: torch.dtype = torch.float32) -> Any:
 @pytest.mark.parametrize("name", NAMES)
 @torch.no_grad()
 def test_a_clip_is_that_of_diffusers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All pairs of frames at a time, and one; a clip of one frame has convolutions of its own."""
+    """Pairs of frames run together or one by one; a clip of one frame has convolutions of its own."""
     plain = WHOLE_CLIPS[name]()
     quick = fused(plain)
     for num_frames, run_bytes in ((1, 2**28), (3, 2**28), (3, 1)):

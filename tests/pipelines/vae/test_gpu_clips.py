@@ -1,4 +1,4 @@
-"""Fused decoders of clips on a GPU: their error, their bytes, and their kernels."""
+"""Fused decoders of clips on a GPU have the right error, bytes and kernels."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_kernels_of_whole_clips_are_those_of_every_size(
 
 @torch.no_grad()
 def test_kernels_are_those_of_every_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether sizes are multiples of sixteen, or one, chooses kernels of other functions."""
+    """Sizes that are multiples of sixteen, or one, would choose other kernels."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     vae = VAES["wan 2.2"]().cuda()
     compile_decoder(vae)

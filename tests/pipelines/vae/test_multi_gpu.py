@@ -1,4 +1,4 @@
-"""Decoding on several devices against diffusers' own decoding of the whole, or an error at the start."""
+"""Decoding on several devices equals diffusers' own decoding of the whole, or fails at the start."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def uneven(height: int, *, batch: int = 1) -> Tensor:
-    """Latents whose rows differ in mean and strength, and so do bands."""
+    """Return latents whose rows, and so bands, differ in mean and strength."""
     latents_BCHW = torch.randn(batch, 4, height, 9, generator=torch.Generator().manual_seed(1))
     return latents_BCHW * torch.linspace(0.2, 2, height)[:, None] + torch.linspace(-1, 1, height)[:, None]
 
@@ -139,7 +139,7 @@ def test_what_one_device_is_ready_for_stays_there_if_it_fits(monkeypatch: pytest
 
 @pytest.fixture
 def few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tiny pictures and clips are enough for three devices."""
+    """Let tiny pictures and clips be enough for three devices."""
     monkeypatch.setattr(multi_gpu, "MIN_BAND_ROWS", 2)
     monkeypatch.setattr(chunks, "MIN_BAND_PIXELS", 8)
 
@@ -187,7 +187,7 @@ def test_two_gpus_decode_what_the_cpu_does(make: Any, few_rows: None) -> None:
 
 @torch.no_grad()
 def assert_decode_what_the_cpu_does(make: Any, own: str, other: str, num_times: int) -> None:
-    """Again and again: copies that do not wait for what they copy would show now and then."""
+    """Check repeatedly: copies that do not wait for their source would show in some of the runs."""
     vae, divided = make(), make().to(own)
     shape = (1, 4, 2, 24, 4) if chunks.decodes_in_chunks(vae) else (1, 4, 24, 4)
     latents = torch.randn(shape, generator=torch.Generator().manual_seed(0))

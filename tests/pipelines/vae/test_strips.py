@@ -1,4 +1,4 @@
-"""Decoding in strips: the pixels of the whole decode, in less memory, and a refusal of what cannot fit."""
+"""Decoding in strips gives the pixels of the whole decode, in less memory, and refuses what cannot fit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_strips_of_any_height_are_the_whole(strip_bytes: int, size: tuple[int, i
 
 
 def seams(convolve: Callable[..., Any]) -> Callable[..., Any]:
-    """Strips that know nothing of each other."""
+    """Return ``convolve`` on strips that do not see each other."""
 
     def apart(convs: Any, bands: Any, *others: Any, **options: Any) -> list[Tensor]:
         parts = [convolve(convs, [part], *others, **options)[0] for part in bands[0].split(4, dim=2)]
@@ -72,7 +72,7 @@ def test_rows_of_bfloat16_are_as_near_to_the_truth_as_the_whole() -> None:
 
 
 def test_a_large_picture_takes_less_and_the_estimate_is_above() -> None:
-    """On "meta", which has sizes and no values. Attention to itself is left out: there it takes what no GPU takes."""
+    """Tensors on "meta" have no values. Self-attention is omitted: there it takes more than any GPU has."""
     with torch.device("meta"):
         decoder = tiny_vae(mid_block_add_attention=False).bfloat16().decoder
         latents_BCHW = torch.empty(1, 4, 256, 256, dtype=torch.bfloat16)
@@ -125,14 +125,14 @@ def test_other_auto_encoders_are_told_so(tiny_wan: Path) -> None:
 
 
 def published_vae() -> AutoencoderKL:
-    """FLUX's auto-encoder by its shapes. Attention among latents is left out: on "meta" it takes what no GPU takes."""
+    """Return FLUX's auto-encoder on "meta", without self-attention, which takes more there than any GPU has."""
     widths = {"block_out_channels": (128, 256, 512, 512), "layers_per_block": 2, "latent_channels": 16}
     with torch.device("meta"):
         return AutoencoderKL(**LEVELS, **widths, mid_block_add_attention=False).bfloat16()
 
 
 def peak_bytes(vae: AutoencoderKL, width: int, height: int) -> int:
-    """What is alive at once of a decode, beside the weights."""
+    """Return the peak memory of a decode beside the weights."""
     scale = 2 ** (len(vae.config.block_out_channels) - 1)
     shape = (1, vae.config.latent_channels, height // scale, width // scale)
     latents_BCHW = torch.empty(shape, dtype=vae.dtype, device="meta")
@@ -144,7 +144,7 @@ def peak_bytes(vae: AutoencoderKL, width: int, height: int) -> int:
 
 @pytest.mark.parametrize("size", [(64, 128), (512, 512), (2048, 2048)])
 def test_no_decode_takes_less_than_it_is_said_to(size: tuple[int, int]) -> None:
-    """Counted by what diffusers' own decoder allocates at once: a refusal is no guess. And it is no idle one."""
+    """The bound is below what diffusers' own decoder allocates at once, so a refusal is no guess, and near it."""
     tiny = tiny_vae(mid_block_add_attention=False).to("meta")
     for vae in (tiny, published_vae()):
         weight_bytes = sum(weight.nbytes for weight in vae.parameters())
@@ -164,7 +164,7 @@ def test_the_figures_are_those_of_the_picture() -> None:
 
 
 def decoder_on(kind: str, decoder: BlocksDecoder, monkeypatch: pytest.MonkeyPatch) -> BlocksDecoder:
-    """As if it were on a device of this kind, with a little memory."""
+    """Put the decoder on a fake device of this kind, with little memory."""
     monkeypatch.setattr(decoder, "_opened", SimpleNamespace(device=torch.device(kind)))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=2**23))
     return decoder

@@ -1,4 +1,4 @@
-"""Distillation to few steps: what the teacher shows, and the adapter that is exported."""
+"""Distillation to few steps has a teacher's lessons, and exports an adapter."""
 
 import argparse
 import copy
@@ -37,7 +37,7 @@ def test_noise_levels_are_those_of_the_pipeline(num_steps: int) -> None:
 
 @pytest.fixture(scope="module")
 def lessons_of() -> Callable[[int], Lessons]:
-    """Two lessons for each of two steps, by a teacher that takes so many on the way."""
+    """Return two lessons for each of two steps, by a teacher with this many steps between."""
     options = {"seed": 0, "captions": 20, "batch": 2, "num_steps": 2, "refresh_every": 100}
     teacher, tokenizers = start(few_steps.CHECKPOINT)
     student = with_adapter(copy.deepcopy(teacher), rank=2)

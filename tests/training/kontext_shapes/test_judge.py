@@ -1,4 +1,4 @@
-"""The judge passes the drawings that edits ask for, and fails what did nothing, too much, or something else."""
+"""The judge passes the drawings of edits, and fails those that did nothing, too much, or something else."""
 
 import random
 from dataclasses import replace
@@ -23,7 +23,7 @@ def _tasks() -> list[Task]:
 
 @cache
 def _right() -> list[Judged]:
-    """The tasks, each with the drawing that it asks for as its result."""
+    """Return the tasks, each with its wanted drawing as the result."""
     seen = [(look_at(task.before), look_at(task.wanted)) for task in _tasks()]
     return [
         Judged(edit=task.edit, said=task.said, before=before, wanted=wanted, result=wanted)
@@ -67,7 +67,7 @@ def test_a_changed_background_is_not_kept() -> None:
 
 
 def _split(right: Judged, piece: Piece) -> tuple[SeenShape, tuple[SeenShape, ...]]:
-    """Returns the shape seen for a piece, and all others."""
+    """Return the shape seen for a piece, and all others."""
     shape = next(s for s in right.wanted.shapes if (s.shape, s.colour) == (piece.shape, piece.colour))
     return shape, tuple(s for s in right.wanted.shapes if s is not shape)
 

@@ -1,4 +1,4 @@
-"""Training is to the pipeline's own call, learns, and exports what diffusers and Troupe paint alike with."""
+"""Training fits the pipeline's own call, learns, and exports a model that diffusers and Troupe paint alike."""
 
 import argparse
 import contextlib
@@ -36,7 +36,7 @@ QUICK = "--max-steps 1 --batch 2 --captions 60 --pool 12 --chunk 2 --prompts 4 -
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one step of each stage exports."""
+    """Export one step of each stage. Return the folder."""
     out = tmp_path_factory.mktemp("kontext")
     precision = torch.get_float32_matmul_precision()
     cudnn, limit = torch.backends.cudnn.benchmark, torch._dynamo.config.recompile_limit
@@ -52,7 +52,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def quick_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One small size of pictures, and float32, which CPUs without bfloat16 take a hundredth of the time for."""
+    """Use one small size of pictures, and float32, which CPUs without bfloat16 compute a hundred times faster."""
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.ExitStack())
     monkeypatch.setattr(flux_data, "SIZES", {SMALL: 1})
     monkeypatch.setattr(flux_data, "MAIN_SIZE", SMALL)
@@ -108,7 +108,7 @@ def test_long_prompts_come_now_and_then_once_other_sizes_do() -> None:
 
 
 def test_the_reference_is_the_picture_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is encoded are the drawings of a row before and after its edit, in this order."""
+    """The drawings of a row before and after its edit are encoded, in this order."""
     data, rows = _dataset(), torch.arange(4)
     monkeypatch.setattr(data, "_encoded", lambda pixels: torch.nn.functional.avg_pool2d(pixels, 8))
     torch.manual_seed(1)

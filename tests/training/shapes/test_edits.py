@@ -1,4 +1,4 @@
-"""An edit changes what it says, the rest is drawn alike before and after, and the split holds."""
+"""An edit changes what it names, the rest is drawn alike before and after, and the split holds."""
 
 import random
 
@@ -41,7 +41,7 @@ def test_only_the_slot_of_the_edit_changes() -> None:
 
 
 def _key(edit: Edit) -> tuple[object, ...]:
-    """What is held out, written out anew: kind, shape and colour of the piece, and what becomes of it."""
+    """Return the held-out key, written out anew: kind, shape and colour of the piece, and its change."""
     if edit.slot is None:
         return edit.before.background, edit.after.background
     piece, made = edit.old or edit.new, edit.new or edit.old
@@ -73,7 +73,7 @@ def test_a_move_to_a_side_keeps_the_row_or_the_column(start: str, to: str, end: 
 
 
 def test_what_an_edit_leaves_is_drawn_alike() -> None:
-    """Pixels near a shape that stays are equal in both pictures, and both differ somewhere."""
+    """Pixels near an unchanged shape are equal in both pictures, and both differ somewhere."""
     edits = [edit for edit in _edits(60, seed=2) if edit.kind != "background"]
     before, after = (board_drawings([getattr(edit, name) for edit in edits]) for name in ("before", "after"))
     pairs = draw_pair(before, after, (64, 64), torch.Generator().manual_seed(0))

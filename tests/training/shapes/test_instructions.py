@@ -1,4 +1,4 @@
-"""Words fit one edit alone, come in many forms, and held-out phrasings are apart from those of training."""
+"""Words fit one edit alone, have many forms, and held-out phrasings differ from those of training."""
 
 import random
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What the reader is asked is what the scene holds, and the empty prompt is not asked."""
+"""The reader's questions match the scene, and the empty prompt has none."""
 
 import random
 

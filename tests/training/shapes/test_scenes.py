@@ -1,4 +1,4 @@
-"""The split holds: nothing that evaluation asks for was drawn or named in training."""
+"""The split holds: no scene of the evaluation was drawn or named in training."""
 
 import random
 from collections import Counter

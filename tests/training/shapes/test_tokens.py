@@ -1,4 +1,4 @@
-"""Both tokenizers take any text, and one word of a caption is one token."""
+"""Both tokenizers accept any text, and one word of a caption is one token."""
 
 import random
 from pathlib import Path

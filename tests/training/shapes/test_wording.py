@@ -1,4 +1,4 @@
-"""Free wording says exactly the scene, in words that training has, and held-out templates are apart from its own."""
+"""Free wording says exactly the scene, in words of training, and held-out templates differ from its own."""
 
 import random
 import re
@@ -25,7 +25,7 @@ from training.shapes.wording.phrases import NEW, NEWER, SHOWN, Wording, free_cap
 from training.shapes.wording.templates import Templates
 
 Captions = tuple[Callable[..., str], Callable[[random.Random], object]]
-"""A caption's function, and that of its scenes."""
+"""A function for captions, and one for their scenes."""
 COUNT = 1_500
 WORDINGS = pytest.mark.parametrize("wording", [SHOWN, NEW, NEWER], ids=["shown", "unseen", "fresh"])
 FREE, PLAIN = Grammar(free_rules(SHOWN)), Grammar(PLAIN_RULES)
@@ -37,7 +37,7 @@ def _read_item(item: Item, parts: CaptionParts) -> ReadItem:
 
 
 def _said(scene: Scene, parts: CaptionParts) -> ReadScene:
-    """What a caption of these parts says."""
+    """Return the scene of a caption with these parts."""
     return ReadScene(
         items=tuple(_read_item(item, parts) for item in scene.items),
         background=scene.background if parts.background else None,
@@ -46,7 +46,7 @@ def _said(scene: Scene, parts: CaptionParts) -> ReadScene:
 
 
 def _is_read(scene: Scene, parts: CaptionParts, text: str) -> bool:
-    """Whether a caption is read as this scene; without a relation in any order."""
+    """Return whether a caption is read as this scene; without a relation in any order."""
     read, said = read_still(text), _said(scene, parts)
     ordered = said.relation is not None
     return (read.background, read.relation) == (said.background, said.relation) and (
@@ -116,13 +116,13 @@ def test_a_caption_of_a_mirrored_pair_is_read_as_another_scene() -> None:
 
 
 def _sayings(templates: Iterable[str]) -> set[str]:
-    """All that templates may become with all that they can say, without articles."""
+    """Return all texts that templates can make, without articles."""
     wholes = [text.replace("[", "").replace("]", "") for text in templates]
     return {" ".join(re.sub(r"[@~]|\b(a|an|the)\b", "", text).split()) for whole in wholes for text in _choices(whole)}
 
 
 def _choices(template: str) -> set[str]:
-    """All that `chosen` may return."""
+    """Return all possible results of `chosen`."""
     match = re.search(r"\(([^()]*)\)", template)
     if not match:
         return {template}
@@ -138,7 +138,7 @@ def _kinds(wording: Wording, places: Mapping[str, tuple[str, ...]], corners: tup
 
 
 def test_the_three_wordings_share_no_template_of_a_sentence_or_of_a_part() -> None:
-    """Compared as they are, without articles; the plainest order of a thing's words is everybody's."""
+    """They are compared verbatim, without articles; all may use the plainest order of a thing's words."""
     kinds = (
         _kinds(SHOWN, dict(SHOWN.places_at), SHOWN.corners_at),
         _kinds(NEW, unseen.HELD_OUT_PLACES_AT, unseen.HELD_OUT_CORNERS_AT),
@@ -187,8 +187,8 @@ def test_unseen_prompts_are_those_of_earlier_reports(prompts: Any, digest: str) 
 
 @pytest.mark.parametrize("wording", [NEW, NEWER], ids=["unseen", "fresh"])
 def test_held_out_captions_are_made_of_words_that_training_has(wording: Wording) -> None:
-    """Each word is one piece of the tokenizers that are made from training's captions, and no caption is too long.
-    Of a held-out one, CLIP, which has a token for each part of "top-left", may miss the end."""
+    """Each word is one piece of the tokenizers made from training's captions, and no caption is too long. CLIP has a
+    token for each part of "top-left", and may miss the end of a held-out one."""
     rng = random.Random(5)
     stills, motions = captioned_stills(8_000, 0).captions, captioned_motions(8_000, 0).captions
     clip, t5 = tokenizers_of(stills)

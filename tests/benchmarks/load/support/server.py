@@ -11,7 +11,7 @@ from tests.support.patience import PATIENCE_S
 
 
 class Server(BaseHTTPRequestHandler):
-    """Answers the first request when the last has come; "b" not at all well."""
+    """Answers the first request when the last has come; "b" gets an error."""
 
     seen: ClassVar[list[tuple[str, dict[str, Any]]]] = []
     all_have_come: ClassVar[threading.Event] = threading.Event()
@@ -32,7 +32,7 @@ class Server(BaseHTTPRequestHandler):
         self.end_headers()
 
     def do_GET(self) -> None:
-        """The models, or metrics of steps that began with a second a rank, of which each request is one."""
+        """Return the models, or metrics of steps that began with a second a rank; each request adds one."""
         defaults = {"width": 64, "height": 64, "num_frames": 1, "num_inference_steps": 5}
         models = json.dumps({"data": [{"id": "m", "defaults": defaults}]})
         labels = 'troupe_step_seconds_{}{{model="m",num_ranks="2"}} {}.0'

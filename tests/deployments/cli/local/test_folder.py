@@ -1,4 +1,4 @@
-"""The folder of a cluster of our own: closed, short enough for sockets, and gone afterwards."""
+"""The folder of our own cluster is private, short enough for sockets, and deleted afterwards."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_the_lock_says_that_it_is_in_use(tmp_path: Path) -> None:
 
 
 def test_the_longest_name_that_is_accepted_is_one_that_the_kernel_takes() -> None:
-    """And the shortest that is refused is none."""
+    """The kernel rejects the shortest name that is refused."""
     with short_folder() as short:
         room = 107 - len(os.fsencode(_longest_socket(short)))
         assert room > 1

@@ -1,4 +1,4 @@
-"""Who is asked through a proxy, and who is not."""
+"""Some hosts are reached through a proxy, and others directly."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def test_own_addresses() -> None:
 @pytest.mark.parametrize("given", ["", "example.org", "example.org, .corp"])
 @pytest.mark.parametrize("name", ["no_proxy", "NO_PROXY"])
 def test_processes_reach_each_other_without_a_proxy(given: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As Python's own library reads it: what was excepted before still is."""
+    """Python's own library reads the variables: earlier exceptions stay."""
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv(name, given)
     for variable, value in exceptions_for(["10.0.0.7"], process_environment()).items():
@@ -93,5 +93,5 @@ def test_an_environment_without_a_proxy_stays_as_it_is() -> None:
 
 
 def test_all_stays_all() -> None:
-    """A list with it among others is not read as all by Python's library."""
+    """Python's library does not read a list that contains it as all."""
     assert "no_proxy" not in exceptions_for(["10.0.0.7"], {"HTTP_PROXY": "http://127.0.0.1:9", "no_proxy": "*"})

@@ -1,4 +1,4 @@
-"""The token of a cluster of our own: whose it is, who can read it, and where it is where there is no home."""
+"""The token of our own cluster has an owner, is private, and has a place even without a home directory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_that_is_there_stays_and_is_closed(home: Path, tmp_path: Path) -> No
 
 
 def test_without_a_home_that_can_be_written_it_goes_with_the_cluster(home: Path, tmp_path: Path) -> None:
-    (home / ".ray").touch()  # refused to root as well
+    (home / ".ray").touch()  # refused even to root
     file = tmp_path / "auth_token"
     assert token_variables({}, tmp_path) == {"RAY_AUTH_TOKEN_PATH": str(file)}
     assert file.stat().st_mode & 0o777 == 0o600

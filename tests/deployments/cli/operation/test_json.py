@@ -1,4 +1,4 @@
-"""``--json`` prints what the server said, and tables show ids whole on a narrow terminal."""
+"""``--json`` prints the server's answer, and tables show ids whole on a narrow terminal."""
 
 from __future__ import annotations
 

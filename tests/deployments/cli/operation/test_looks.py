@@ -1,4 +1,4 @@
-"""``troupe status`` and ``troupe clips``, of a server that is real but for its models."""
+"""``troupe status`` and ``troupe clips`` show a server that is real except for its models."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def look(*args: str, url: str) -> str:
 
 
 def cells(output: str) -> list[list[str]]:
-    """The rows of a table, without its head."""
+    """Return the rows of a table, without its head."""
     return [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines() if line.startswith("│")]
 
 

@@ -1,4 +1,4 @@
-"""A line for each request on the console."""
+"""The console has a line for each request."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_lines_are_taken_whole_and_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backup", ["worker-1.{}.err", "worker-1.err.{}"])
 def test_nothing_is_lost_nor_told_twice_as_logs_are_put_away(tmp_path: Path, backup: str) -> None:
-    """A log of two lines, of which two more are kept: as Ray puts them away, and as Python's logging does."""
+    """Logs of two lines rotate with two backups, named as Ray and Python's logging do."""
     log, backups = tmp_path / "worker-1.err", [tmp_path / backup.format(number) for number in (1, 2)]
     follower, told, written = Follower(tmp_path), list[str](), list[str]()
     for number in range(40):
@@ -98,7 +98,7 @@ def test_a_log_that_is_put_away_is_passed_over(tmp_path: Path, monkeypatch: pyte
 
 
 async def test_what_the_api_logs_is_shown(tmp_path: Path) -> None:
-    """In the very form that it has in a replica's log."""
+    """The line has the form of a replica's log."""
     stream, shown = io.StringIO(), list[str]()
     show_requests(tmp_path, LogFormat.plain, shown.append)
     configure_logs(stream)

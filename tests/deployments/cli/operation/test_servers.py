@@ -1,4 +1,4 @@
-"""How commands find a server of this machine, and how one is ended."""
+"""Commands find a server of this machine, and end one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ signal.pause()
 
 @contextmanager
 def server(url: str, *args: str) -> Iterator[subprocess.Popen[str]]:
-    """A process that says it is the server at ``url``; with an argument more it does not end when asked to."""
+    """Start a process that announces itself as the server at ``url``; with ``args`` it ignores requests to end."""
     process = subprocess.Popen([sys.executable, "-c", SERVER, url, *args], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

@@ -1,4 +1,4 @@
-"""Clips that are made, quickly, in the background of a test."""
+"""Make clips quickly in the background of a test."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from tests.support.patience import PATIENCE_S
 
 REQUEST = replace(BASE, model="fake-clips", seed=77)
 QUICK: dict[str, Any] = {"poll_s": 0.05, "progress_s": 0.02, "retry_s": 0.02, "lease_s": 3600.0}
-"""A claim lasts: a process that is paused for a while is to find its clips its own."""
+"""Claims last: a process that is paused for a while still holds its clips."""
 
 
 def with_tables(folder: Path) -> Path:
-    """Put a database that has all tables into ``folder``, if it is there without one, and return it.
+    """Put a database with all tables into ``folder``, if it has none, and return the folder.
 
-    A copy takes a third of the time of its 30 statements. ``test_database.py`` has those that make a new one.
+    A copy takes a third of the time of its 30 statements. ``test_database.py`` makes new ones.
     """
     file = folder / DATABASE
     if folder.is_dir() and not file.exists():
@@ -69,7 +69,7 @@ class Looking(FakeStudio):
         return await super().not_ready(max_age_s)
 
     async def looked(self) -> None:
-        """Returns after two more looks: the one under way, and one that saw what there is now."""
+        """Wait for two more looks: the current one, and one that saw the present state."""
         num_looks = self.num_looks
         async with asyncio.timeout(PATIENCE_S):
             while self.num_looks < num_looks + 2:
@@ -77,21 +77,21 @@ class Looking(FakeStudio):
 
 
 async def the(clips: Clips, clip_id: str) -> ClipRecord:
-    """Returns the clip, which is there."""
+    """Return the clip, which must exist."""
     record = await clips.get(clip_id)
     assert record is not None
     return record
 
 
 async def data_of(clips: Clips, clip_id: str, variant: Variant = "video") -> bytes:
-    """What is in a file of the clip's, which is there."""
+    """Return the content of the clip's file, which must exist."""
     path = await clips.file(clip_id, variant)
     assert path is not None
     return path.read_bytes()
 
 
 def failure_of(record: ClipRecord) -> ClipError:
-    """Why the clip, which has failed, did."""
+    """Return the error of a failed clip."""
     assert record.error is not None
     return record.error
 

@@ -1,4 +1,4 @@
-"""When a clip will be done, what it took, and that one which would be late is refused, as a picture is."""
+"""Clips have predicted ends and measured times, and a clip that would be late is refused, like a picture."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FULL = QueueFullError(3, 7.2)
 
 @pytest.fixture
 def still_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For clips it is always the same time of day: nothing of what is predicted passes while a test looks at it."""
+    """Stop the clock for clips: predictions do not change during a test."""
     now_s = time.time()
     for module in ("attempt", "clips", "database", "store"):
         clock = SimpleNamespace(time=lambda: now_s, monotonic=time.monotonic)
@@ -80,7 +80,7 @@ async def test_a_clip_without_a_deadline_waits_on_the_disk(tmp_path: Path, failu
 
 
 async def test_a_clip_with_a_deadline_waits_for_no_place(tmp_path: Path) -> None:
-    """Nor does one that is awaited; those that are there to wait go on in theirs."""
+    """An awaited clip does not wait either; queued clips go on in their own places."""
     studio = FakeStudio(permits=asyncio.Semaphore(0))
     async with client_of(build(studio, tmp_path, clips={"max_concurrent_videos": 1})) as client:
         first = await make(client, seed=1)
@@ -101,7 +101,7 @@ async def test_a_clip_with_a_deadline_waits_for_no_place(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("path", [CREATE, SYNC])
 async def test_a_clip_that_is_late_after_all(tmp_path: Path, path: str) -> None:
-    """Its gang was lost, and the next one would be too late with it."""
+    """Its gang was lost, and the next one would finish it too late."""
     studio, failures = FakeStudio(), [LATE, QueueFullError(1, 0.02)]
 
     def fail(request: MediaRequest, step: int) -> None:

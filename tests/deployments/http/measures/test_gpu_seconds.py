@@ -1,4 +1,4 @@
-"""How long ranks were at work, in every answer that knows it: finished pictures and clips, streams, and errors."""
+"""Every answer has the known GPU time: finished pictures and clips, streams, and errors."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def test_an_error_says_what_was_spent_before_it(tmp_path: Path, failure: E
 
 
 async def test_of_several_pictures_it_is_all_that_was_spent(tmp_path: Path) -> None:
-    """One fails at once; the other had its steps by then, or some of them."""
+    """One picture fails at once; the other has done all its steps by then, or some."""
     studio = FakeStudio()
 
     def fail(request: MediaRequest, at: int) -> None:

@@ -1,4 +1,4 @@
-"""How urgent a request is, when it will be done, and what it took: fields in, headers out."""
+"""Urgency goes in as fields; the predicted end and the time taken come out as headers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def test_what_is_no_urgency(client: httpx.AsyncClient, name: str, value: o
 
 
 async def test_headers_tell_what_was_predicted_and_what_it_took(client: httpx.AsyncClient) -> None:
-    """Of two pictures the later end, and the work of both."""
+    """For two pictures they are the later end, and the work of both."""
     answer = await client.post(IMAGES, json={"prompt": "a", "n": 2, "seed": 1})
     assert answer.headers["X-Troupe-Eta"] == f"{ETA_S + 2:.3f}"
     assert answer.headers["X-Troupe-Gpu-Seconds"] == f"{2 * GPU_S:.3f}"
@@ -76,13 +76,13 @@ async def test_nothing_is_predicted_before_anything_was_measured(
 
 
 async def test_a_deadline_counts_from_when_the_request_came(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    """Of a clip from when it was asked for, however long it lies there."""
+    """A clip's count starts when it was requested, however long it is queued."""
     assert (await client.post(IMAGES, json={"prompt": "a", "deadline_s": 9})).status_code == 200
     (picture,) = studio.performed
     assert (picture.deadline_s, picture.waited_s > 0) == (9, True)
     refusals = [QueueFullError(1, retry_after_s=0.05)]
 
-    def refuse_once(request: MediaRequest, step: int) -> None:  # as where a gang was lost, and the next one is full
+    def refuse_once(request: MediaRequest, step: int) -> None:  # like a lost gang whose successor is full
         if refusals:
             raise refusals.pop()
 
@@ -111,7 +111,7 @@ LONGEST_WAIT = TooLateError(3, 0.05, 16.2, "the longest wait, max_wait_s,", 9.0)
 
 
 async def test_what_would_wait_longer_than_it_may_is_refused(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    """As the server has set it; a request says nothing of that."""
+    """The server sets the limit; a request has no such field."""
 
     def refuse_wait(request: MediaRequest) -> None:
         raise LONGEST_WAIT

@@ -1,4 +1,4 @@
-"""What keys use, and what they are refused, over HTTP."""
+"""Over HTTP, keys have usage and limits."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ LIMITS = (
 
 
 class MeteredStudio:
-    """A studio that charges what it performs, as that of the application does."""
+    """A studio that charges for its work, like the application's."""
 
     def __init__(self, studio: FakeStudio, accounts: Accounts) -> None:
         self._studio, self._meter = studio, UsageMeter(accounts)
@@ -53,7 +53,7 @@ class MeteredStudio:
 
 
 def metered(studio: FakeStudio, folder: Path) -> FastAPI:
-    """The API as an ingress has it: clips and pictures in one account."""
+    """Return the API as in an ingress: clips and pictures in one account."""
     accounts = Accounts(LIMITS, clock=SetTime())
     counted: Any = MeteredStudio(studio, accounts)
     settings = ApiSettings(data_dir=folder, keys=KeyRing(["small", "large"]), key_limits=LIMITS)
@@ -73,7 +73,7 @@ async def used(client: httpx.AsyncClient, key: str) -> dict[str, Any]:
 
 
 async def test_clips_are_under_way_as_pictures_are(studio: FakeStudio, tmp_path: Path) -> None:
-    """From their request to their end, queued or made: two may be, and of three that come at once two are taken."""
+    """They count from request to end, queued or running: two may, so of three at once two are accepted."""
     studio.permits = asyncio.Semaphore(0)
     async with client_of(metered(studio, tmp_path)) as client:
         client.headers.update(of("small"))

@@ -1,4 +1,4 @@
-"""Batches as the official client asks for them: pictures and clips in one file, over restarts, once each."""
+"""Batches of the official client run pictures and clips of one file, over restarts, once each."""
 
 from __future__ import annotations
 
@@ -268,7 +268,7 @@ async def test_uploads_at_once_take_no_more_than_one_after_the_other(tmp_path: P
 
 
 async def test_an_upload_without_a_record_leaves_no_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No limit would count it, and nobody could delete it."""
+    """No limit would count it, and no client could delete it."""
 
     async def add_file(*_: object) -> None:
         raise StorageLostError("the database does not answer")
@@ -307,7 +307,7 @@ async def test_content_whose_record_is_neither_written_nor_deleted_goes_later(
 async def test_an_upload_that_is_cancelled_while_it_is_written_leaves_no_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that writes goes on."""
+    """The writing thread goes on."""
     write, begun, go_on = Contents.write, threading.Event(), threading.Event()
 
     def write_late(contents: Contents, name: str, data: bytes) -> None:
@@ -335,7 +335,7 @@ async def test_an_upload_that_is_cancelled_while_it_is_written_leaves_no_content
 async def test_a_file_whose_record_is_written_without_an_answer_has_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, database_answers: bool
 ) -> None:
-    """Or it is gone, where the database takes back the record."""
+    """Otherwise the database removes the record, and both are gone."""
     add_file = BatchStore.add_file
 
     async def add_silently(*arguments: Any) -> None:

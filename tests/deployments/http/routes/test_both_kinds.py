@@ -1,4 +1,4 @@
-"""A model that makes clips and pictures, over raw HTTP: by the route of either, and by that of nothing else."""
+"""A model that makes clips and pictures serves either route over raw HTTP, and no other."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ async def test_the_model_says_what_it_makes(client: httpx.AsyncClient) -> None:
 
 
 def test_pictures_may_come_along_where_one_is_taken(studio: FakeStudio) -> None:
-    """Here for clips alone."""
+    """Here only clips take one."""
     assert set(uploads(studio)) == {"/v1/videos", "/v1/videos/sync", "/v1/videos/edits"}

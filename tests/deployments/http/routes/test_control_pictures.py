@@ -1,4 +1,4 @@
-"""Control pictures: as files and in JSON, with their weight and steps, for models that follow one."""
+"""Control pictures come as files and in JSON, with their weight and steps, for models that follow one."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def studio() -> FakeStudio:
 
 @pytest.mark.parametrize("value", [URL, {"image_url": URL}], ids=["text", "object"])
 async def test_a_control_picture_by_json(client: httpx.AsyncClient, studio: FakeStudio, value: object) -> None:
-    """The model that follows one is found by it; the picture gives the size."""
+    """The control picture selects the model that follows one, and gives the size."""
     answer = await client.post(ROUTE, json={"prompt": "a", "control_image": value})
     assert answer.status_code == 200, answer.text
     request = studio.performed[-1]

@@ -1,4 +1,4 @@
-"""Pictures that come along: as the official client sends them, as JSON, and what of them reaches the studio."""
+"""Input pictures, sent by the official client or as JSON, reach the studio."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ async def test_json(
 
 
 async def test_a_form_of_any_client(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    """curl's repeated fields, a browser's field without a file, pictures as text, and a form without files."""
+    """The forms have curl's repeated fields, a browser's field without a file, pictures as text, or no files."""
     repeated = [("image", ("a.png", FILES[0])), ("image", ("b", FILES[1])), ("mask", ("", b""))]
     indexed = [("image[0]", ("a.png", FILES[0])), ("image[1]", (None, URLS[1]))]
     forms: list[dict[str, Any]] = [{"files": repeated}, {"files": indexed}, {"data": {"image[]": URLS}}]

@@ -1,4 +1,4 @@
-"""Every route does what the OpenAPI document says: schemathesis finds no 5xx, and no answer that is not documented."""
+"""Every route does what the OpenAPI document says: schemathesis finds no 5xx and no undocumented answer."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 ALL_OF, ONE_IN = 60, 8
-"""Boundary values of schemathesis that are all sent for an operation, and the step through the others: six bodies have
-8,000. Operations whose bodies have the same fields send different ones."""
+"""Number of boundary values of schemathesis that are all sent for an operation, and the step through the others: six
+bodies have 8,000. Operations whose bodies have the same fields send different ones."""
 OPERATIONS = [f"{method.upper()} {path}" for path, one in DOCUMENT["paths"].items() for method in one]
 NUMBERS: Counter[str] = Counter()
 """Boundary values so far, by operation."""
@@ -42,7 +42,7 @@ FEW = settings(max_examples=8, deadline=None, derandomize=True, suppress_health_
 @pytest.mark.parametrize("boundaries", ["some", pytest.param("all", marks=pytest.mark.slow)])
 @FEW
 def test_no_answer_surprises(case: schemathesis.Case[Any], server: str, boundaries: str) -> None:
-    """One test for both: schemathesis makes its 12,000 boundary values for each test function, when it is collected."""
+    """One test serves both: schemathesis makes its 12,000 boundary values for each test function at collection."""
     if boundaries == "all":
         if is_boundary(case):
             call(case, server)
@@ -56,7 +56,7 @@ def test_no_answer_surprises(case: schemathesis.Case[Any], server: str, boundari
 
 
 def is_boundary(case: schemathesis.Case[Any]) -> bool:
-    """True for a case of schemathesis's phase "coverage": one field at a time has a value of interest."""
+    """Return True for a case of schemathesis's phase "coverage": one field at a time has a value of interest."""
     return case.meta is not None and case.meta.phase.name == "coverage"
 
 
@@ -64,7 +64,7 @@ def call(case: schemathesis.Case[Any], server: str) -> None:
     case.call_and_validate(
         base_url=server,
         headers={"Authorization": f"Bearer {KEY}"},
-        # Sizes and steps depend on the model: what suits the document may still be refused, with a 400 that says why.
+        # Sizes and steps depend on the model: a documented value may be refused, with a 400 that says why.
         excluded_checks=[positive_data_acceptance],
         timeout=PATIENCE_S,
     )

@@ -1,4 +1,4 @@
-"""Pictures over raw HTTP: what the studio is asked for, how streams look on the wire, files by URL."""
+"""Pictures over raw HTTP: requests to the studio, streams on the wire, files by URL."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ async def test_stream_on_the_wire(client: httpx.AsyncClient) -> None:
 
 
 async def test_places_are_told_once_all_pictures_have_one(client: httpx.AsyncClient) -> None:
-    """The header that goes before them is that of the whole request: of its slowest picture."""
+    """The header before them is the whole request's: that of its slowest picture."""
     body = {"prompt": "a", "n": 2, "seed": 3, "stream": True, "stream_progress": True, "num_inference_steps": 2}
     answer = await client.post(IMAGES, json=body)
     places = [data for name, data in sse(answer) if name == "troupe.queued"]

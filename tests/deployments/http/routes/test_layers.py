@@ -1,4 +1,4 @@
-"""A picture that is taken apart: several files of one job, in an answer, in a stream, and on a disk."""
+"""A picture split into layers is several files of one job, in answers, streams and on disk."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ async def client(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.Asyn
 
 
 def opacity(data: bytes) -> int:
-    """Of the whole picture, whose colour is its seed's."""
+    """Return the opacity of the whole picture, whose colour is its seed's."""
     image = Image.open(io.BytesIO(data)).convert("RGBA")
     assert image.size == (80, 48), "a small picture was not brought to the size of the model"
     pixel: Any = image.getpixel((5, 5))
@@ -59,7 +59,7 @@ def test_the_official_client_gets_every_layer(url: str, studio: FakeStudio) -> N
 
 
 async def test_several_pictures_have_layers_each(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    """By URL, in WebP, without words and with the model's own number of layers."""
+    """The request wants URLs and WebP, and has no prompt and the model's own number of layers."""
     fields = {"n": 2, "response_format": "url", "output_format": "webp"}
     answer = await client.post(EDITS, json={**BODY, **fields})
     assert answer.status_code == 200, answer.text

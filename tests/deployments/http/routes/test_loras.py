@@ -1,4 +1,4 @@
-"""Adapters that clients add: who may use them, over restarts, and what is refused without a trace."""
+"""Clients add adapters: access, restarts, and refusals that leave no trace."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def error_of(answer: httpx.Response) -> tuple[int, str | None, str | None]:
 
 
 def failing(failure: Exception) -> Callable[[Lora], None]:
-    """Return a function that loads an adapter whose files are there, and fails."""
+    """Return a function that checks an adapter's files, and then fails to load it."""
 
     def fail(lora: Lora) -> None:
         assert (Path(lora.folder) / LORA_FILE).is_file()
@@ -275,7 +275,7 @@ async def test_forms_without_a_file_and_models_that_take_none(studio: FakeStudio
 
 
 async def test_each_kind_of_database_keeps_them(studio: FakeStudio, tmp_path: Path, database_url: str) -> None:
-    """Two replicas of the API share it: what one of them has added the other knows at once."""
+    """Two replicas of the API share it: each knows the other's adapters at once."""
     settings: dict[str, Any] = {"clips": {"database_url": database_url}, "api_keys": ("alpha", "beta")}
     async with (
         client_of(build(studio, tmp_path, **settings)) as one,

@@ -1,4 +1,4 @@
-"""The web page: nothing from elsewhere, and nothing asked for that the API does not know."""
+"""The web page loads nothing from elsewhere, and requests only what the API knows."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_script_is_valid(tmp_path: Path) -> None:
     "defaults", [PICTURES, CLIPS, EDITS, BEGUN_CLIPS], ids=["pictures", "clips", "edits", "begun clips"]
 )
 def test_a_browser_lets_the_defaults_of_a_model_be_sent(tmp_path: Path, defaults: Defaults) -> None:
-    """A form with a value out of range is not sent, be the field hidden; one that is disabled does not count."""
+    """A browser does not send a form with a value out of range, even hidden; a disabled field does not count."""
     form = Form()
     assert {form.fields[name]["kind"] for name in ("fps", "n", "prompt")} == {"video", "image", None}
     fields = run_page(tmp_path, "console.log(JSON.stringify(fields));", defaults)
@@ -77,7 +77,7 @@ def test_a_browser_lets_the_defaults_of_a_model_be_sent(tmp_path: Path, defaults
     numbers = {name: field for name, field in fields.items() if field.get("type") == "number" and field["value"] != ""}
     assert {"width", "height", "num_inference_steps"} < set(numbers)
     assert ("fps" in numbers) == (defaults.kind == "video")
-    assert ("guidance_scale" in fields) == (defaults.guidance_scale > 0)  # the other models have true_cfg_scale alone
+    assert ("guidance_scale" in fields) == (defaults.guidance_scale > 0)  # the other models have only true_cfg_scale
     taken = {"image": defaults.max_pictures > 0, "mask": defaults.takes_mask, "strength": defaults.takes_strength}
     assert {name: name in fields for name in taken} == taken
     for name, field in numbers.items():
@@ -144,7 +144,7 @@ setImmediate(() => console.log(JSON.stringify({ ...seen, size: `${fields.width.v
 
 
 def dropped(folder: Path, drops: str, defaults: Defaults) -> Any:
-    """What the page does with files; of each drop whether it is kept from the browser, and how the pointer looks."""
+    """Return whether each drop of files is kept from the browser, and how the pointer looks."""
     return run_page(folder, DROP.replace("DROPS", drops), defaults)
 
 
@@ -232,7 +232,7 @@ drawPictures({ prompt: "", model: "m", n: 2 }, [1]).then(show);
 
 @needs_node
 def test_each_layer_has_a_card(tmp_path: Path) -> None:
-    """What is told of a picture is shown on the cards of all its layers; a layer that does not come is missed."""
+    """All layers' cards show their picture's events; a missing layer is noticed."""
     progress = [{"type": "troupe.progress", "image_index": index, "name": f"step of {index}"} for index in (1, 0)]
     layers = [
         {"type": "image_edit.completed", "image_index": index, "layer": layer, "name": f"{index}.{layer}"}

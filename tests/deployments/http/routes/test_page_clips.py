@@ -1,4 +1,4 @@
-"""Clips in the web page: all of them are followed at once, stopped, deleted, and waited for while a server is away."""
+"""The web page follows all clips at once, stops and deletes them, and waits while a server is away."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ const notes = () => gallery.all.filter((one) => one.tag === "small").map((note) 
 const press = (card, name) => card.all.find((one) => one.textContent === name).onclick();
 const print = (value) => console.log(JSON.stringify(value));
 """
-"""A server of clips, each half done further with each look at it. What ``answers`` has for a request comes first."""
+"""A server of clips, each half done further with each look at it. ``answers`` overrides the answer to a request."""
 
 
 def run(folder: Path, then: str) -> Any:
@@ -54,7 +54,7 @@ def run(folder: Path, then: str) -> Any:
 
 
 def test_more_clips_are_followed_than_a_browser_has_connections(tmp_path: Path) -> None:
-    """By one look at the list for all; those that are not in it are asked for one by one."""
+    """One look at the list serves all; clips beyond it are fetched one by one."""
     then = """
     const follow = (card, id) => { gallery.append(card.node); return followClip(card, newRecord(id)); };
     await Promise.all(Array.from({ length: 24 }, (_, i) => follow(makeCard(""), `clip_${i}`)));

@@ -1,4 +1,4 @@
-"""The web page as a real browser shows it: what is in sight, can be read, and can be done with keys alone."""
+"""A real browser shows the web page: visible, readable, and usable with keys alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.deployments.support.fake_studio import FakeStudio
 pytestmark = needs_chromium
 
 AA = 4.5
-"""The contrast that WCAG 2.2 asks for at level AA (success criterion 1.4.3)."""
+"""The contrast of WCAG 2.2 at level AA (success criterion 1.4.3)."""
 IN_SIGHT = """
 [document.querySelector("button.go"), fields.prompt].map((one) => {
   const { left, top, right, bottom } = one.getBoundingClientRect();
@@ -53,7 +53,7 @@ def page(browser: Chromium, url: str) -> Chromium:
 
 
 def luminance(colour: str) -> float:
-    """Relative luminance of ``rgb(r, g, b)``, as WCAG 2.2 defines it."""
+    """Return the relative luminance of ``rgb(r, g, b)``, as WCAG 2.2 defines it."""
     values = [int(value) / 255 for value in re.findall(r"\d+", colour)[:3]]
     linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in values]
     return sum(share * value for share, value in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
@@ -67,7 +67,7 @@ def contrast(one: str, other: str) -> float:
 @pytest.mark.parametrize(("width", "height"), [(1366, 625), (390, 844)])
 @pytest.mark.parametrize("model", ["fake-pictures", "fake-clips", "fake-inpaints"])
 def test_the_form_and_its_button_are_in_sight(page: Chromium, width: int, height: int, model: str) -> None:
-    """Whatever is scrolled, and however much was made."""
+    """This holds at any scroll position, with any number of results."""
     page.resize(width, height)
     page.reload()
     page.evaluate(f"fields.model.value = '{model}'; fields.model.onchange()")
@@ -148,7 +148,7 @@ def test_the_next_order_clears_an_error_and_a_stopped_picture_goes(page: Chromiu
 
 
 def test_a_page_below_a_path_finds_its_files(browser: Chromium, tmp_path: Path, studio: FakeStudio) -> None:
-    """A proxy takes the path away, and nothing adds the slash at its end."""
+    """A proxy removes the path, and nothing adds the slash at its end."""
     app = build(studio, tmp_path)
 
     async def proxied(scope: Scope, receive: Receive, send: Send) -> None:
@@ -197,7 +197,7 @@ def test_the_header_follows_the_health(
 
 
 def test_every_control_has_a_name(page: Chromium) -> None:
-    """As the browser tells screen readers."""
+    """The browser gives these names to screen readers."""
     page.evaluate(
         "gallery.append(makeCard('a').node); document.querySelectorAll('details').forEach((one) => one.open = true)"
     )

@@ -1,4 +1,4 @@
-"""Requests of the web page in a real browser: clips, control pictures, frames, recipes and adapters."""
+"""The web page in a real browser sends requests with clips, control pictures, frames, recipes and adapters."""
 
 from __future__ import annotations
 
@@ -36,7 +36,9 @@ SHOWN = f"{[*INPUTS, *CONTROLS]}.filter((name) => fields[name].checkVisibility()
 
 
 class Studio(FakeStudio):
-    """Its model of begun clips takes three pictures, that of pictures has recipes and adapters, which may be added."""
+    """Its model for clips from pictures takes three; its model for pictures has recipes and adapters, which can be
+    added.
+    """
 
     def cards(self) -> Mapping[str, ModelCard]:
         cards = dict(super().cards())
@@ -82,7 +84,7 @@ def clip(tmp_path: Path) -> Path:
 
 
 def generate(page: Chromium, studio: FakeStudio) -> MediaRequest:
-    """The request that the server has understood, once its picture or clip is on its card."""
+    """Return the request that the server has received, once its picture or clip is on its card."""
     before = len(studio.performed)
     send(page)
     assert len(studio.performed) == before + 1
@@ -104,7 +106,7 @@ def generate(page: Chromium, studio: FakeStudio) -> MediaRequest:
     ],
 )
 def test_a_model_shows_what_it_takes_and_nothing_else(page: Chromium, model: str, shown: list[str]) -> None:
-    """Within the form's width, whatever a model's prompts are like."""
+    """It stays within the form's width, however long a model's prompts are."""
     page.evaluate(f"models.get('{model}').prompts = ['a very long prompt '.repeat(20)]")
     take(page, model)
     assert page.evaluate(SHOWN) == shown
@@ -172,7 +174,7 @@ def test_a_mask_of_a_clip_is_a_clip_or_a_picture(browser: Chromium, tmp_path: Pa
 
 
 def test_a_clip_of_ours_is_an_input_by_its_id(page: Chromium, studio: FakeStudio) -> None:
-    """By the keyboard: the model that takes clips is chosen, and the new card leads to the old one."""
+    """By keyboard, the model that takes clips is selected, and the new card links to the old one."""
     take(page, "fake-clips")
     generate(page, studio)
     first = page.evaluate("gallery.firstChild.id")
@@ -295,7 +297,7 @@ def test_dropped_files_go_where_they_are_taken(page: Chromium) -> None:
 
 
 def test_every_control_of_every_model_has_a_name(page: Chromium, picture: Path, clip: Path) -> None:
-    """Checks the names that the browser gives screen readers, with files chosen and all parts open."""
+    """The browser gives the names to screen readers; files are chosen and all parts open."""
     page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
     roles = {"textbox", "combobox", "button", "spinbutton", "checkbox"}
     for model in page.evaluate("[...models.keys()]"):
@@ -317,7 +319,7 @@ SOLVER = SolverLimits(scheduler="euler", schedulers=("euler", "heun"))
 
 
 def options_studio() -> FakeStudio:
-    """Returns models with a scheduler to choose, with few steps alone, with sound, and with layers."""
+    """Return models with a scheduler to choose, with few steps alone, with sound, and with layers."""
     clips = replace(CLIPS, solver=SOLVER, make_sound=True)
     few = replace(PICTURES, max_steps=8, num_inference_steps=8)
     models = {"fake-clips": clips, "fake-few": few, "fake-pictures": replace(PICTURES, takes_cache=False)}
@@ -342,7 +344,7 @@ def test_options_are_those_of_the_model(page: Chromium, model: str, shown: list[
 
 
 def test_a_server_without_an_enhancer_shows_none(page: Chromium) -> None:
-    """Nor has a picture of a model of clips sound."""
+    """A picture of a model for clips has no sound either."""
     take(page, "fake-both")
     page.evaluate("making.value = 'image'; making.onchange()")
     assert page.evaluate(OPTIONS) == ["cache"]

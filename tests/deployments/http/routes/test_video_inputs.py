@@ -1,4 +1,4 @@
-"""Clips that come along: as files, as JSON, by the id of a file or of a clip, and OpenAI's remixes and edits."""
+"""Input clips come as files, as JSON, by a file's or clip's id, and by OpenAI's remixes and edits."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def locked(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.Asyn
 
 
 def levels(studio: FakeStudio) -> list[float]:
-    """Return the greys of the clip that came along with the newest request."""
+    """Return the greys of the newest request's input clip."""
     request, video = studio.performed[-1], studio.inputs[-1].video
     assert video is not None
     assert (video.width, video.height, video.fps) == (request.width, request.height, request.fps)
@@ -97,7 +97,7 @@ async def test_length_rate_and_size_are_what_the_request_says(client: httpx.Asyn
 
 
 async def test_a_clip_whose_nearest_size_is_no_fixed_point(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    """The nearest size of 32x146 is 32x144, and that of 32x144 is 32x128: it is chosen once."""
+    """The nearest size of 32x146 is 32x144, and that of 32x144 is 32x128: it is rounded once."""
     file = encode_clip(np.full((5, 146, 32, 3), 90, np.uint8), FPS)
     record = await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": data_url(file, "video/mp4")}))
     assert record["size"] == "32x144"
@@ -116,7 +116,7 @@ async def test_a_model_that_goes_on_from_a_clip_makes_its_own_length(
 
 
 async def test_a_model_of_both_makes_the_picture_s_shape_and_shows_the_whole_clip(tmp_path: Path) -> None:
-    """The clip of 48 x 32 lies in the middle of 32 x 64: 21 rows, with black above and below."""
+    """The clip of 48 x 32 is centred in 32 x 64: 21 rows, with black above and below."""
     studio = FakeStudio(defaults={"driven": DRIVEN_CLIPS})
     picture = data_url(file_of(Image.new("RGB", (32, 64), "white")))
     along: dict[str, Any] = {"video": URL, "input_reference": picture}
@@ -142,7 +142,7 @@ async def test_a_model_of_both_makes_the_picture_s_shape_and_shows_the_whole_cli
 
 
 async def test_a_clip_that_is_too_short_is_to_blame(tmp_path: Path) -> None:
-    """Not the length of the result, which the request does not name."""
+    """The error does not name the result's length, which the request does not contain."""
     driven = replace(DRIVEN_CLIPS, min_frames=13, min_video_frames=13)
     picture = data_url(file_of(Image.new("RGB", (32, 64), "white")))
     async with client_of(build(FakeStudio(defaults={"driven": driven}), tmp_path)) as client:
@@ -161,13 +161,13 @@ async def test_a_file_is_named_by_its_id(client: httpx.AsyncClient, studio: Fake
         await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": video}))
         assert levels(studio) == pytest.approx(LEVELS[:9], abs=TOLERANCE)
     await client.delete(f"/v1/files/{file['id']}")
-    for gone in (file["id"], {"file_id": "file-1"}, {"id": "video_1"}):  # no id that this server would make is no URL
+    for gone in (file["id"], {"file_id": "file-1"}, {"id": "video_1"}):  # an unknown form of id is no URL
         error = error_of(await client.post(VIDEOS, json={"prompt": "a", "video": gone}), 404)
         assert error["param"] == "video"
 
 
 async def source(client: httpx.AsyncClient, **headers: str) -> dict[str, Any]:
-    """Return a finished clip of a model that takes none."""
+    """Return a finished clip of a model without inputs."""
     answer = await client.post(VIDEOS, json={"prompt": "a", "model": "fake-clips", "seed": 90}, headers=headers)
     record: dict[str, Any] = answer.json()
     while record["status"] != "completed":
@@ -316,7 +316,7 @@ async def test_a_large_clip_is_413(tmp_path: Path, limit: int, status: int) -> N
 async def test_frames_of_requests_under_way_take_no_more_memory_than_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One request is let in whatever it takes; the next one while its frames are not on the disk is not."""
+    """A first request is always admitted; the next one is refused until its frames are on the disk."""
     entered, may_go, submit = asyncio.Event(), asyncio.Event(), Clips.submit
 
     async def slow(*args: Any) -> Any:
@@ -373,7 +373,7 @@ def referred(studio: FakeStudio) -> str:
 
 
 async def test_references_are_a_clip_and_pictures(client: httpx.AsyncClient, studio: FakeStudio, referred: str) -> None:
-    """The clip has the length of the result at most."""
+    """The clip is at most as long as the result."""
     pictures = [data_url(file_of(noise(64, 48, seed=seed))) for seed in range(2)]
     fields = {"model": referred, "prompt": "a", "size": "48x32", "num_frames": 5}
     await made(client, await client.post(VIDEOS, json={**fields, "video": URL, "input_reference": pictures}))
@@ -397,7 +397,7 @@ async def test_the_list_of_models_says_what_references_are(
 async def test_references_are_several_clips_with_their_sound(
     client: httpx.AsyncClient, studio: FakeStudio, referred: str
 ) -> None:
-    """By JSON, a form and ids; the model says that it hears them, and how many it takes."""
+    """They come by JSON, by form and by ids; the model says that it uses sound, and how many it takes."""
     studio.defaults = {referred: replace(REFERRED_CLIPS, max_videos=3, video_sound_rate=16_000)}
     fields = {"model": referred, "prompt": "a", "size": "48x32", "num_frames": 5}
     before = await source(client)
@@ -427,7 +427,7 @@ async def test_references_are_several_clips_with_their_sound(
 async def test_the_sound_of_a_clip_that_is_changed_goes_into_the_result(
     client: httpx.AsyncClient, studio: FakeStudio
 ) -> None:
-    """Its first 9 of 11 frames, by a model that makes no sound."""
+    """They are its first 9 of 11 frames; the model makes no sound."""
     await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": TONE_URL, "keep_audio": True}))
     request, (video,) = studio.performed[-1], studio.inputs[-1].videos
     assert (request.copies_sound, request.sound_samples) == (True, (9 * 48_000 // FPS,))

@@ -1,4 +1,4 @@
-"""Masks and weights of clips that come along: a mask is a clip as long, or a picture for all frames."""
+"""Masks and weights of input clips: a mask is a clip of equal length, or a picture for all frames."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from tests.support.patience import PATIENCE_S
 
 MASKED = "masked"
 KEPT, LEFT_HALF = 9, (0, 0, 24, 32)
-"""Frames of the clip that the model takes, and the half of it that is white."""
+"""Number of the clip's frames that the model takes, and its white half."""
 
 
 def mask_clip(num_frames: int, fps: int = FPS) -> bytes:
-    """A white bar that moves to the right, two columns a frame."""
+    """Return a white bar that moves to the right, two columns a frame."""
     frames_FHWC = np.zeros((num_frames, 32, 48, 3), np.uint8)
     for number, frame_HWC in enumerate(frames_FHWC):
         frame_HWC[:, 2 * number : 2 * number + 16] = 255
@@ -61,7 +61,7 @@ async def client(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.Asyn
 
 
 def columns(studio: FakeStudio) -> np.ndarray[Any, Any]:
-    """Return the mean grey of each column of each frame of the mask that came along."""
+    """Return the mean grey of each column of each frame of the request's mask."""
     request, video, mask = studio.performed[-1], studio.inputs[-1].video, studio.inputs[-1].video_mask
     assert request.has_mask
     assert video is not None
@@ -72,7 +72,7 @@ def columns(studio: FakeStudio) -> np.ndarray[Any, Any]:
 
 @pytest.mark.parametrize("mask", [MASK, {"video_url": MASK}], ids=["text", "object"])
 async def test_a_mask_that_moves(client: httpx.AsyncClient, studio: FakeStudio, mask: object) -> None:
-    """Without a model, the one that takes masks is chosen."""
+    """Without a named model, the one that takes masks is chosen."""
     record = await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": URL, "mask": mask}))
     assert (record["model"], record["size"], record["num_frames"]) == (MASKED, "48x32", KEPT)
     greys_FW = columns(studio)
@@ -114,7 +114,7 @@ async def test_the_weight_of_a_clip(client: httpx.AsyncClient, studio: FakeStudi
 async def test_frames_of_a_mask_take_memory_like_those_of_its_clip(
     studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A mask and two clips have room, two of each do not."""
+    """A mask and two clips fit, two of each do not."""
     entered, may_go, submit = asyncio.Event(), asyncio.Event(), Clips.submit
 
     async def slow(*args: Any) -> Any:
@@ -138,13 +138,13 @@ async def test_frames_of_a_mask_take_memory_like_those_of_its_clip(
 
 NOISE_FHWC = np.random.default_rng(3).integers(0, 256, (NUM_FRAMES, 32, 48, 3), np.uint8)
 LARGE = {"video": encode_clip(NOISE_FHWC, FPS), "picture": file_of(Image.fromarray(NOISE_FHWC[0]))}
-"""Masks with more bytes than the clip itself has."""
+"""Masks with more bytes than the clip itself."""
 
 
 @pytest.mark.parametrize("by_id", [False, True], ids=["data URL", "id"])
 @pytest.mark.parametrize("kind", LARGE)
 async def test_a_mask_has_the_limit_of_what_it_is(studio: FakeStudio, tmp_path: Path, kind: str, by_id: bool) -> None:
-    """It may be above the limit of the other kind, and is refused below that."""
+    """It may exceed the limit of the other kind, and is refused above its own."""
     mask, answers = LARGE[kind], []
     for most, other in ((len(mask), len(FILE)), (len(mask) - 1, 1 << 20)):
         limits: dict[str, Any] = {"max_video_bytes": other, "max_picture_bytes": other, f"max_{kind}_bytes": most}

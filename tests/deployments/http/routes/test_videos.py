@@ -1,4 +1,4 @@
-"""Clips over raw HTTP: forms, progress, ranges, previews, deletion."""
+"""Clips over raw HTTP have forms, progress, ranges, previews and deletion."""
 
 from __future__ import annotations
 

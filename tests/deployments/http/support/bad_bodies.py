@@ -1,4 +1,4 @@
-"""Bodies that must be refused: what is sent, the field to blame (None: the body), and a part of the message."""
+"""Bodies that must be refused: the body, the field in the error (None: the body), and a part of the message."""
 
 from __future__ import annotations
 

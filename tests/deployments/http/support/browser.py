@@ -1,4 +1,4 @@
-"""As much of a browser as the web page needs, by node: elements without looks, six connections, no server."""
+"""A minimal browser for the web page, in node: elements without looks, six connections, no server."""
 
 from __future__ import annotations
 
@@ -69,11 +69,11 @@ const globals = {
 };
 for (const [name, value] of Object.entries(globals)) Object.defineProperty(globalThis, name, { value, writable: true });
 """
-"""``PAGE``: fields of the form by name, and the kinds that parts of it are for. A test's ``serve`` answers requests."""
+"""``PAGE``: fields of the form by name, and the kinds that its parts are for. A test's ``serve`` answers requests."""
 
 
 class Form(HTMLParser):
-    """Fields by name, with their attributes and the ``kind`` of the part that they are in; the kinds there are."""
+    """Fields by name, with their attributes and the ``kind`` of their part; and all kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class Form(HTMLParser):
 
 
 def run_page(folder: Path, then: str, defaults: Defaults | None = None) -> Any:
-    """What ``then`` prints, as JSON, once the page is there, and shows a model ``m`` if its ``defaults`` are given."""
+    """Return the JSON that ``then`` prints once the page is loaded. With ``defaults`` it shows a model ``m``."""
     form = Form()
     browser = BROWSER.replace("PAGE", json.dumps({"fields": form.fields, "parts": form.parts}))
     browser = browser.replace("IDS", json.dumps(IDS))

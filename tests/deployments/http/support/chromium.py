@@ -1,4 +1,4 @@
-"""A real browser for the web page: Chromium without a window, told what to do by its DevTools protocol over a pipe."""
+"""A real browser for the web page: headless Chromium, controlled by its DevTools protocol over a pipe."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PIPE = ("--remote-debugging-pipe", "about:blank")
 KEYS = {"Enter": 13, "Tab": 9, "Space": 32}
 TEXTS = {"Enter": "\r", "Space": " "}
 NAMES_OF_KEYS = {"Space": " "}
-"""Keys whose ``key`` is not their ``code``."""
+"""Keys whose ``key`` differs from their ``code``."""
 CONTROL = 2
 
 
@@ -32,7 +32,7 @@ READY = "typeof models === 'object' && models.size > 0 && fields.model.options.l
 
 
 class Chromium:
-    """One page, of ``width`` times ``height`` pixels. ``evaluate`` gives what JavaScript does, promises awaited."""
+    """One page of ``width`` times ``height`` pixels. ``evaluate`` returns JavaScript's result and awaits promises."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self._to, self._from = to_browser, from_browser
@@ -74,21 +74,21 @@ class Chromium:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
 
     def open(self, url: str) -> None:
-        """Opens the page, and waits until it knows its models and its server's health."""
+        """Open the page, and wait until it knows its models and its server's health."""
         self._leave("Page.navigate", url=url)
 
     def reload(self) -> None:
-        """Opens the page once more, like ``open``."""
+        """Open the page once more, like ``open``."""
         self._leave("Page.reload")
 
     def _leave(self, method: str, **params: Any) -> None:
-        """Waits for the new page: the browser answers before the old one is gone, which is ready as well."""
+        """Wait for the new page: the browser answers before the old one, also ready, is gone."""
         self.evaluate("globalThis.isLeft = true")
         self.call(method, **params)
         self.wait_for(f"!globalThis.isLeft && document.readyState === 'complete' && {READY}")
 
     def choose(self, field: str, *files: Path) -> None:
-        """Chooses files in the file input ``field``, an expression, as a person does in the browser's dialog."""
+        """Choose files in the file input ``field``, an expression, like a person in the browser's dialog."""
         node = self.call("Runtime.evaluate", expression=field)["result"]
         self.call("DOM.setFileInputFiles", files=[str(file) for file in files], objectId=node["objectId"])
 
@@ -109,7 +109,7 @@ class Chromium:
 
 @contextmanager
 def chromium(folder: Path) -> Iterator[Chromium]:
-    """A browser that reads orders from its file 3 and answers into its file 4."""
+    """Start a browser that reads orders from its file 3 and answers into its file 4."""
     assert PROGRAM is not None
     orders, to_browser = os.pipe()
     from_browser, answers = os.pipe()

@@ -1,4 +1,4 @@
-"""Streams of events, as clients read them."""
+"""Read streams of events, like clients."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import httpx
 
 
 def sse(answer: httpx.Response) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the events of a stream that was read to its end, by the rules of the HTML standard. AssertionError, with
-    status and body, for an answer that is none."""
+    """Return the events of a complete stream, by the rules of the HTML standard. Raise AssertionError, with status and
+    body, for another answer."""
     is_stream = answer.headers.get("content-type", "").startswith("text/event-stream")
     assert is_stream, f"an answer that is no stream of events, but {answer.status_code}: {answer.text}"
     events = []

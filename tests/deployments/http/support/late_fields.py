@@ -1,4 +1,4 @@
-"""Applications that are made in half the time: a test calls few of an application's 33 routes."""
+"""Make applications in half the time: a test calls few of an application's 33 routes."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ setattr(ModelField, ADAPTER, _attribute)
 
 @contextmanager
 def late_fields() -> Iterator[None]:
-    """Make routes whose validators are built when they are first used, and read each function's signature once.
+    """Make routes whose validators are built on first use, and read each function's signature once.
 
     An OpenAPI document uses all of them (``test_openapi.py``).
     """

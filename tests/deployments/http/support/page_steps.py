@@ -23,7 +23,7 @@ def fill(page: Chromium, **values: object) -> None:
 
 
 def press(page: Chromium, name: str, number: int = 0) -> None:
-    """Presses a button by its name, with the keyboard."""
+    """Press a button by its name, with the keyboard."""
     found = f"[...document.querySelectorAll('button')].filter((one) => (one.ariaLabel ?? one.textContent) === '{name}')"
     page.wait_for(f"{found}[{number}]?.checkVisibility() ?? false")
     page.evaluate(f"{found}[{number}].focus()")
@@ -31,7 +31,7 @@ def press(page: Chromium, name: str, number: int = 0) -> None:
 
 
 def send(page: Chromium) -> None:
-    """Generates, and waits until the picture or clip is on its card; an error, and a field that is refused, fail."""
+    """Generate, and wait until the picture or clip is on its card; fail on an error or a refused field."""
     page.evaluate("fields.prompt.focus()")
     page.press("Enter", CONTROL)
     page.wait_for("!!gallery.querySelector('.failure') || !!gallery.firstChild.querySelector('a[download]')")

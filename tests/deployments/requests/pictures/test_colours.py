@@ -1,4 +1,4 @@
-"""Colours are what the file's own profile says, and what is transparent shows white."""
+"""Colours follow the file's own profile, and transparent parts show white."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pipelines.support.sample_requests import picture
 GAMMA = 2.2
 P3 = np.array([[0.51512, 0.29198, 0.15710], [0.24120, 0.69225, 0.06657], [-0.00105, 0.04189, 0.78407]])
 SRGB = np.array([[0.43607, 0.38515, 0.14307], [0.22249, 0.71687, 0.06061], [0.01392, 0.09708, 0.71410]])
-"""Linear colours to XYZ under D50: what the profiles of Display P3 and sRGB have as their colorants."""
+"""Linear colours to XYZ under D50: the colorants in the profiles of Display P3 and sRGB."""
 
 
 def fixed(*values: float) -> bytes:
@@ -29,7 +29,7 @@ def fixed(*values: float) -> bytes:
 
 
 def display_p3() -> bytes:
-    """A profile of three colorants and one curve, as ICC.1:2010 has it (clauses 7.2, 8.3, 10.5 and 10.27)."""
+    """Return a profile of three colorants and one curve by ICC.1:2010 (clauses 7.2, 8.3, 10.5 and 10.27)."""
     xyz = {name: b"XYZ \0\0\0\0" + fixed(*P3[:, column]) for column, name in enumerate((b"rXYZ", b"gXYZ", b"bXYZ"))}
     curve = b"curv\0\0\0\0" + struct.pack(">IH", 1, round(256 * GAMMA)) + b"\0\0"
     white = {b"wtpt": b"XYZ \0\0\0\0" + fixed(0.9642, 1.0, 0.8249)}
@@ -44,7 +44,7 @@ def display_p3() -> bytes:
 
 
 def in_srgb(colours: NDArray[np.uint8]) -> NDArray[Any]:
-    """By the definitions of both spaces (IEC 61966-2-1 for the curve of sRGB)."""
+    """Convert by the definitions of both spaces (IEC 61966-2-1 for the curve of sRGB)."""
     linear = np.clip((colours / 255) ** (round(256 * GAMMA) / 256) @ (np.linalg.inv(SRGB) @ P3).T, 0, 1)
     curved: NDArray[Any] = np.where(linear <= 0.0031308, 12.92 * linear, 1.055 * linear ** (1 / 2.4) - 0.055)
     return 255 * curved
@@ -82,7 +82,7 @@ def test_a_profile_that_does_not_fit_changes_nothing(profile: bytes) -> None:
 
 
 def test_what_is_transparent_shows_white() -> None:
-    """Half a red over black that nobody sees: as every viewer shows it on a white page."""
+    """Half-transparent red over hidden black looks as on a white page in any viewer."""
     image = Image.new("RGBA", (16, 16), (0, 0, 0, 0))
     image.paste((255, 0, 0, 128), (0, 0, 8, 16))
     given = InputPictures(pictures=(unpacked(file_of(image)),))

@@ -22,7 +22,7 @@ FILE = file_of(noise(16, 24))
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server is in this process, which may wait long for a core."""
+    """Raise the timeout: the server is in this process, which may wait long for a core."""
     monkeypatch.setattr(fetch, "FETCHED_WITHIN_S", PATIENCE_S)
 
 

@@ -1,4 +1,4 @@
-"""The sound of clips as strangers send them: formats against diffusers' own reading, rates, faults and limits."""
+"""The sound of strangers' clips is read as by diffusers, with rates, faults and limits."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ FILES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_samples_are_those_that_diffusers_reads(name: str, tmp_path: Path) -> None:
-    """At the file's own rate; a sound that is longer than the clip is cut."""
+    """The rate is the file's own; a sound longer than the clip is cut."""
     options = FILES[name]
     rate, num_channels = options.get("rate", RATE), 1 if options.get("layout") == "mono" else 2
     data = with_sound(tone(num_channels, rate, 1.0), **options)
@@ -125,7 +125,7 @@ def test_a_sound_that_begins_later_follows_silence() -> None:
 
 
 def test_more_channels_are_mixed_into_two() -> None:
-    """Half of what is in front goes to its side (ITU-R BS.775); here only that plays."""
+    """Half of a front channel goes to its side (ITU-R BS.775); only front channels play here."""
     sound_CT = tone(6, RATE, 1.0)
     sound_CT[2:] = 0
     data = with_sound(sound_CT, container="matroska", codecs=("libx264", "flac"), layout="5.1")
@@ -140,7 +140,7 @@ FRAME_SAMPLES = 576
 
 
 def packets(sound_CT: NDArray[np.float32], rate: int, layout: str) -> list[Any]:
-    """Return MP3 packets of an encoder of their own."""
+    """Return MP3 packets of a separate encoder."""
     context: Any = av.CodecContext.create("libmp3lame", "w")
     context.sample_rate, context.layout, context.format, context.time_base = rate, layout, "fltp", Fraction(1, rate)
     context.open()
@@ -215,7 +215,7 @@ def test_what_is_after_the_last_frame_is_not_decoded(monkeypatch: pytest.MonkeyP
 
 
 def test_all_clips_of_a_request_and_their_sounds_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each look at the clock takes a second. A clip alone is in time, and three are not."""
+    """Each look at the clock takes a second. One clip is in time, and three are not."""
     ticks = count()
     clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
     for module in (limits, sound, video):
@@ -239,7 +239,7 @@ def test_all_clips_of_a_request_and_their_sounds_have_one_time(monkeypatch: pyte
 
 
 def test_the_time_of_decoding_begins_when_all_clips_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetching has a limit of its own: here three clips and a mask take 80 s, in which nothing is decoded."""
+    """Fetching has its own limit: here three clips and a mask take 80 s, in which nothing is decoded."""
     fetched_urls = list[str]()
 
     def fetched(url: str, *_: object) -> bytes:
@@ -292,7 +292,7 @@ def float_sound(sound_CT: NDArray[np.float32]) -> bytes:
 
 
 def long_block() -> bytes:
-    """All samples lie in one block of Matroska, and become six times as many."""
+    """Return a clip whose samples are all in one block of Matroska, and become six times as many."""
     file, num_samples = io.BytesIO(), MAX_BLOCK_SAMPLES + 1
     with av.open(file, "w", format="matroska") as output:
         stream: Any = output.add_stream("libx264", rate=FPS)
@@ -314,7 +314,7 @@ def test_a_block_of_far_more_samples_than_the_clip_is_refused() -> None:
 
 
 def damaged() -> bytes:
-    """The tables of the sound say that its samples are elsewhere."""
+    """Return a clip whose tables place the sound's samples elsewhere."""
     data = with_sound(tone(2, RATE, 1.0))
     at = data.rindex(b"stco") + 8
     number = int.from_bytes(data[at : at + 4], "big")

@@ -1,4 +1,4 @@
-"""Masks: what of each is painted, and how it must fit."""
+"""Masks select what is painted, and must fit their picture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files in which bytes were changed: each is a picture or a refusal, and never anything else."""
+"""A file with changed bytes is a picture or a refusal, and never anything else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A clip from references: from what a client writes to its file, against diffusers' own call."""
+"""A clip from references, from a client's request to its file, equals diffusers' own call."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ FIELDS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Its default size is small, since stages try what is typical of a model."""
+    """Make a model with a small default size, since stages run a model's typical request."""
     folder = minimax_h3_references(tmp_path_factory.mktemp("references"))
     (folder / "troupe.json").write_text(json.dumps({"width": SIZE[0], "height": SIZE[1], "num_frames": NUM_FRAMES}))
     return folder

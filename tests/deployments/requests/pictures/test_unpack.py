@@ -1,4 +1,4 @@
-"""Files of strangers: what becomes of each, and how the bad ones are refused."""
+"""Strangers' files become pictures, and bad ones are refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ ORIENTATION = 0x0112
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("format", ["png", "webp", "jpeg"])
 def test_pictures_are_upright(format: str, orientation: int) -> None:
-    """By the definition in Exif 2.32: where row 0 and column 0 of what is stored are seen."""
+    """Exif 2.32 defines where row 0 and column 0 of the stored picture are seen."""
     blocks = np.zeros((32, 48, 3), np.uint8)
     blocks[:16, :16] = (255, 0, 0)
     blocks[16:, 32:] = (0, 0, 255)
@@ -126,7 +126,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def png_of_size(width: int, height: int) -> bytes:
-    """A file of a few kilobytes that says it has so many pixels, and has as many zeros as fit."""
+    """Return a file of a few kilobytes that claims this many pixels, and has as many zeros as fit."""
     head = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     body = zlib.compress(bytes(4 << 20), 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", body) + chunk(b"IEND", b"")

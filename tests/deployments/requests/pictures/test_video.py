@@ -1,4 +1,4 @@
-"""Clips as strangers send them, written by PyAV: containers, rates, rotation, opacity, broken files and limits."""
+"""Strangers' clips, written by PyAV: containers, rates, rotation, opacity, broken files and limits."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def grey(level: int) -> NDArray[np.uint8]:
 
 
 def marked() -> NDArray[np.uint8]:
-    """Black with a white left half."""
+    """Return black with a white left half."""
     frame = grey(0)
     frame[:, : WIDTH // 2, :3] = 255
     return frame
@@ -190,7 +190,7 @@ def test_pixels_become_square() -> None:
 
 
 def half_seen(level: int) -> NDArray[np.uint8]:
-    """Grey, with a right half that is not seen."""
+    """Return grey with a transparent right half."""
     frame = grey(level)
     frame[:, WIDTH // 2 :, 3] = 0
     return frame
@@ -280,7 +280,7 @@ def test_limits_are_kept(limits: dict[str, Any], told: str) -> None:
 
 
 def test_frames_that_grow_are_no_way_round_the_limit() -> None:
-    """The head says 64x48, and so is the first frame; the second one is a key frame of 256x192."""
+    """The head and the first frame are 64x48; the second is a key frame of 256x192."""
     file = io.BytesIO()
     with av.open(file, "w", format="webm") as output:
         stream: Any = output.add_stream("libvpx", rate=FPS)
@@ -302,7 +302,7 @@ def test_frames_that_grow_are_no_way_round_the_limit() -> None:
 
 
 def of_boxes(container: str, flags: str) -> bytes:
-    """Return a clip whose index is as ``flags`` of FFmpeg say."""
+    """Return a clip whose index follows FFmpeg's ``flags``."""
     file = io.BytesIO()
     with av.open(file, "w", format=container, options={"movflags": flags}) as output:
         stream: Any = output.add_stream("libx264", rate=FPS)
@@ -329,7 +329,7 @@ def test_indices_of_fragments_are_read(flags: str) -> None:
     ],
 )
 def test_a_small_file_with_a_large_index_is_refused(kind: bytes, flags: str, number: int, told: str) -> None:
-    """It would take gigabytes."""
+    """Its index would take gigabytes."""
     data = of_boxes("mov", flags)
     at = data.index(kind) + 8
     head = (1).to_bytes(4, "big") if kind == b"stsz" else b""  # all samples are of one byte

@@ -1,4 +1,4 @@
-"""A controller of Serve that says what a test says, and a clock that it sets."""
+"""A simulated controller of Serve, and a clock that a test sets."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODELS = {"m": tuple(deployment_name(stage, "m") for stage in STAGES)}
 
 
 class Controller:
-    """Answers for one model; counts how often it was asked."""
+    """Answers for one model; counts the calls."""
 
     def __init__(self) -> None:
         self.num_asked, self.is_running = 0, True
@@ -50,7 +50,7 @@ class Clock:
 
 
 async def settled(models: Readiness) -> dict[str, str]:
-    """The answer once nothing is being asked any more."""
+    """Return the answer once no call is open."""
     await models.not_ready()
     while models._asking is not None:
         await asyncio.sleep(0.001)

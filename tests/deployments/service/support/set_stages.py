@@ -1,4 +1,4 @@
-"""Three deployments that do what a test says, without Ray."""
+"""Three simulated deployments, without Ray."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from engines.gang.errors import QueueFullError
 from engines.gang.jobs.job import JobEvent
 
 Act = JobEvent | Exception | float | asyncio.Event
-"""What happens in an attempt: an event, the error it ends with, seconds that pass, or what is waited for."""
+"""One act of an attempt: an event, the error it ends with, seconds that pass, or an event to wait for."""
 
 
 class Answer:
-    """What calling a deployment returns. ``taken`` is set once a replica has it, ``answer`` runs then."""
+    """The result of calling a deployment. ``taken`` is set once a replica has it, and then ``answer`` runs."""
 
     def __init__(self, answer: Callable[[], Awaitable[Any]], taken: asyncio.Event | None = None) -> None:
         self._answer, self._taken, self.was_cancelled = answer, taken, False
@@ -52,13 +52,12 @@ class Stream(Answer):
 
 
 class Stages:
-    """The three deployments of a model. The gang of each attempt does what ``attempts`` say, the last one for ever.
+    """The three deployments of a model. The gang of each attempt acts as in ``attempts``; the last one repeats.
 
-    The first preview or decoding fails with what ``bad_previews`` and ``bad_decodings`` hold, one each, until there are
-    no more. Of the stage ``absent`` there is no replica. Sizes are too large for the decoder if there is a
-    ``bad_size``; else it says that decoding takes ``expected_s``. A gang takes each request
-    after ``taken_after_s``. Asked what a job took that was left, gangs answer
-    with ``spent_s``, or it is what asking them raises; ``asked`` are the jobs.
+    The first previews or decodings fail with the errors of ``bad_previews`` and ``bad_decodings``, one each. The stage
+    ``absent`` has no replica. With a ``bad_size`` sizes are too large for the decoder; else it predicts ``expected_s``
+    for decoding. A gang takes each request after ``taken_after_s``. For the time of an abandoned job gangs return
+    ``spent_s``, or raise it; ``asked`` are these jobs.
     """
 
     def __init__(self, *attempts: list[Act], absent: str = "") -> None:
@@ -74,9 +73,9 @@ class Stages:
         never = asyncio.Event()
         self._taken = {stage: never if stage == absent else None for stage in ("encoder", "denoiser", "decoder")}
         self.sent: dict[str, tuple[object, ...]] = {}
-        """What each method was called with the last time."""
+        """The last arguments of each method."""
         self.all_sent: defaultdict[str, list[tuple[Any, ...]]] = defaultdict(list)
-        """And every time."""
+        """The arguments of each call."""
         self.text_encoder = SimpleNamespace(encode=self._remote("encode", lambda: self._answer("encoder", never.wait)))
         self.spent_s: list[Any] | Exception = []
         self.asked: list[str] = []
@@ -92,7 +91,7 @@ class Stages:
         self.previews_may_go_on = asyncio.Event()
 
     def set_clock_of(self, *modules: ModuleType, patch: pytest.MonkeyPatch) -> None:
-        """Time passes there where an attempt says so, and never else."""
+        """Let time pass in ``modules`` only where an attempt says so."""
         for module in modules:
             clock = SimpleNamespace(monotonic=lambda: self.now_s, perf_counter=lambda: self.now_s)
             patch.setattr(module, "time", clock)

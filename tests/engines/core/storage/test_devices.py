@@ -1,4 +1,4 @@
-"""What measurements on a device belong to."""
+"""Measurements are stored per device."""
 
 from __future__ import annotations
 

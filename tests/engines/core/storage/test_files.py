@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all, and locks that processes share."""
+"""A file is complete or absent, and processes share locks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.patience import PATIENCE_S
 
 @pytest.fixture
 def umask() -> Iterator[int]:
-    """A mask that lets a group read."""
+    """Set and yield a mask that lets a group read."""
     mask = 0o027
     before = os.umask(mask)
     yield mask
@@ -62,7 +62,7 @@ def test_one_of_several_writes_a_file_that_was_not_there(
     def fail(*_: object) -> NoReturn:
         raise PermissionError(1, "Operation not permitted")
 
-    if not has_links:  # many network file systems
+    if not has_links:  # like many network file systems
         monkeypatch.setattr(os, "link", fail)
     path = tmp_path / "new" / "file"
     with ThreadPoolExecutor(8) as pool:
@@ -115,7 +115,7 @@ def test_a_process_that_ends_releases_its_lock(tmp_path: Path) -> None:
 
 
 def test_a_child_does_not_keep_its_parents_lock(tmp_path: Path) -> None:
-    """Compilers are started while a stage prepares, and live on."""
+    """Compilers start while a stage prepares, and outlive it."""
     context = mp.get_context("fork")
     ends = context.Event()
     with HostLock(tmp_path).shared():

@@ -1,4 +1,4 @@
-"""Every Triton kernel beside its plain version: ``python triton_check.py cpu`` (under the interpreter) or ``cuda``."""
+"""Compare every Triton kernel with its plain version: ``python triton_check.py cpu`` (interpreter) or ``cuda``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def close(got: Tensor | QuantRows, expected: Tensor | QuantRows, tolerance: floa
     if isinstance(got, QuantRows):
         assert isinstance(expected, QuantRows)
         close(got.scale_R1.cpu(), expected.scale_R1)
-        # The interpreter cuts float8 off instead of rounding it.
+        # The interpreter truncates float8 instead of rounding it.
         tolerance = 0.01 if got.values_RC.is_cuda else 0.1
         got, expected = got.dequantized(), expected.dequantized()
     assert isinstance(expected, Tensor)
@@ -122,12 +122,12 @@ def check_heads(device: str, *, heads: int, dim: int, outer: int, inner: int) ->
 
 
 def check_rotary(device: str, dim: int, pairs: int, *, over_all: bool, by_head: bool, interleaved: bool) -> None:
-    """Heads of any number and size in columns of wider rows; queries and keys together, and either alone.
+    """Check heads of any number and size in columns of wider rows; queries and keys together, and either alone.
 
     In 16 bits almost all values have the plain version's bits: both round after the norm.
     """
     heads, batch, length = 3, 2, 2
-    narrow = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter cuts bfloat16 off
+    narrow = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter truncates bfloat16
     features = heads * dim if over_all else dim
     angles = torch.randn((batch, heads, length, 2 * pairs) if by_head else (1, 1, length, 2 * pairs)).transpose(1, 2)
     for dtype, rounded in ((torch.float32, False), (narrow, False), (narrow, True)):
@@ -149,7 +149,7 @@ def check_rotary(device: str, dim: int, pairs: int, *, over_all: bool, by_head: 
 
 
 def check_peers(device: str, *, heads: int, dim: int, world: int) -> None:
-    """The inboxes of all ranks are on this device; every rank's rows must land in its own part of each."""
+    """Check that every rank's rows land in its part of each inbox; all inboxes are on this device."""
     batch, length, first = 2, 5, 4
     each = -(-heads // world)
     inboxes = torch.full((world, world * length, batch, 3, each, dim), float("nan"), device=device)
@@ -179,7 +179,7 @@ def check_peers(device: str, *, heads: int, dim: int, world: int) -> None:
 
 
 class OneProcessMemory:
-    """Stands for ``PeerMemory``: the memories of all ranks, which take turns in this process and need no barrier."""
+    """Stands for ``PeerMemory``: the ranks take turns in this process and need no barrier."""
 
     opened: ClassVar[dict[str, list[Tensor]]] = {}
 
@@ -191,7 +191,7 @@ class OneProcessMemory:
 
 
 def check_exchange(device: str, *, world: int, heads: int, by_runs: bool) -> None:
-    """Attention of all ranks through each other's memory against one rank's: pushed, picture first, or copied."""
+    """Compare attention of all ranks through each other's memory with one rank's: pushed, picture first, or copied."""
     OneProcessMemory.opened.clear()
     batch, length, first, dim = 2, 5, 4, 8
     rows = length * batch
@@ -232,7 +232,7 @@ def check_quantization(device: str) -> None:
             quantize_rows(wide[:, :30], gelu=gelu),
         )
     got, expected = (blank_rows(9, 30, where) for where in (device, "cpu"))
-    narrow = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter cuts bfloat16 off, too
+    narrow = torch.bfloat16 if device == "cuda" else torch.float32  # the interpreter truncates bfloat16, too
     triton_kernels.launch_weights([(wide.to(device)[:, :30], narrow, got[1:8])])
     quantize_weight(wide[:, :30], narrow, expected[1:8])
     close(got, expected)
@@ -240,7 +240,7 @@ def check_quantization(device: str) -> None:
 
 
 def check_weights_together(device: str) -> None:
-    """More weights than a launch takes, of several sizes and dtypes: the same bytes as one by one."""
+    """Check that more weights than a launch takes, of mixed sizes and dtypes, equal one-by-one launches."""
     several: list[tuple[Tensor, torch.dtype, QuantRows]] = []
     for number in range(9):
         columns, dtype = ((32, torch.float16), (30, torch.float16), (30, torch.float32))[number % 7 % 3]
@@ -258,7 +258,7 @@ def check_weights_together(device: str) -> None:
 
 
 def check_offsets_beyond_int32(device: str) -> None:
-    """Groups of columns, heads of several ranks, and q, k and v, each 2**30 elements apart in one memory."""
+    """Check groups of columns, heads of several ranks, and q, k and v, each 2**30 elements apart in one memory."""
     far = torch.empty(2**31 + 100, dtype=torch.float16, device=device)  # on a CPU, few pages of it are touched
     columns = far.as_strided((3, 2, 8), (2**30, 8, 1)).copy_(torch.randn(3, 2, 8))
     close(triton_kernels.launch_quantize(columns, gelu=False), quantize_rows(columns.cpu()))
@@ -279,7 +279,7 @@ def blank_rows(rows: int, channels: int, device: str) -> QuantRows:
 
 
 def check_group_norm(device: str, *, silu: bool, has_weights: bool) -> None:
-    """Means far above the deviations, channels and pixels that fill no tile, several tiles in each part."""
+    """Check means far above the deviations, channels and pixels that fill no tile, several tiles in each part."""
     norm = nn.GroupNorm(6, 24, eps=1e-6, affine=has_weights)
     for weight in norm.parameters():
         nn.init.normal_(weight)
@@ -293,7 +293,7 @@ def check_group_norm(device: str, *, silu: bool, has_weights: bool) -> None:
 
 
 def check_frames(device: str, channels: int) -> None:
-    """Channels that fill no tile, several tiles, and two clips; frames as they are and as products."""
+    """Check channels that fill no tile, several tiles, and two clips; plain frames and products."""
     clip, residual = torch.randn(2, 2, 4, 3, 5, channels)
     weight, bias = torch.randn(2, channels)
     a, b, c, d = torch.randn(4, 4, 3, 5, channels)
@@ -325,7 +325,7 @@ def check_frames(device: str, channels: int) -> None:
 
 
 def check_clip_frames(device: str, channels: int) -> None:
-    """Pairs of any frames of two clips, with pixels around them, and frames for the last of which there is no place."""
+    """Check pairs of any frames of two clips, with pixels around them, and frames that exceed the places."""
     clip, weight, two = torch.randn(2, 5, 3, 4, channels), torch.randn(channels), torch.randn(2, 2, 5, 6, channels)
     products, bias = torch.randn(4, 4, 3, 4, channels), torch.randn(channels)
     edges: Edges
@@ -355,7 +355,7 @@ def check_clip_frames(device: str, channels: int) -> None:
 def check_fp8_heads(
     device: str, *, heads: int, groups: int, dim: int, padded: int, lengths: tuple[int, int], masked: bool
 ) -> None:
-    """Views of packed heads or of wider rows, against the plain version. Nothing is rounded to float8 here."""
+    """Compare views of packed heads or of wider rows with the plain version. Nothing is rounded to float8 here."""
     length, num_keys = lengths
     if heads == groups and length == num_keys:
         packed_LB3HD = torch.randn(length, 3, 3, heads, dim).bfloat16()
@@ -384,7 +384,7 @@ def check_fp8_heads(
 
 
 def check_a_head_is_the_same_alone(device: str) -> None:
-    """In a batch, and on a rank with fewer heads. Sums of these values depend on their order."""
+    """Check a batch, and a rank with fewer heads. Sums of these values depend on their order."""
     qkv = [x.to(device) for x in torch.randn(3, 2, 300, 2, 16)]
     guard = nullcontext() if device == "cuda" else patch.object(torch.cuda, "device", MagicMock())
     small = patch.multiple(triton_fp8_heads, TILE=512, NUM_PARTS=4)
@@ -395,7 +395,7 @@ def check_a_head_is_the_same_alone(device: str) -> None:
 
 
 def check_keys_that_are_not_finite(device: str, value: float) -> None:
-    """All keys of the head become NaN, which casts keep. Infinity would become 448."""
+    """Check that all keys of the head become NaN, which casts keep. Infinity would become 448."""
     q, k, v = torch.randn(3, 2, 70, 2, 16)
     k[1, 5, 1, 3] = value
     guard = nullcontext() if device == "cuda" else patch.object(torch.cuda, "device", MagicMock())

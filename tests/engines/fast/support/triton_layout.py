@@ -1,6 +1,6 @@
-"""Triton's cache of files as version 3.6 writes it, for machines without Triton.
+"""Triton's file cache in the layout of version 3.6, for machines without Triton.
 
-``triton/runtime/cache.py``: a folder for each key, named by its digest in base32. ``put`` writes a file of it, and
+In ``triton/runtime/cache.py`` each key has a folder, named by its digest in base32. ``put`` writes a file of it, and
 ``put_group`` a file ``__grp__NAME`` with the absolute paths of others. ``triton.knobs.cache`` has the folder of the
 cache and the class of its managers.
 """
@@ -20,7 +20,7 @@ import pytest
 
 
 class CacheKnobs:
-    """``triton.knobs.cache``."""
+    """Stands for ``triton.knobs.cache``."""
 
     manager_class: type[Any] | None = None
 
@@ -30,7 +30,7 @@ class CacheKnobs:
 
 
 class FileCacheManager:
-    """``triton.runtime.cache.FileCacheManager``, without folders for debugging."""
+    """Stands for ``triton.runtime.cache.FileCacheManager``, without folders for debugging."""
 
     def __init__(self, key: str, override: bool = False, dump: bool = False) -> None:
         assert not override
@@ -58,7 +58,7 @@ class FileCacheManager:
 
 
 def install_layout(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Make this layout importable as Triton during a test. Return what stands for ``triton.runtime.cache``."""
+    """Make this layout importable as Triton during a test. Return the stand-in for ``triton.runtime.cache``."""
     knobs = SimpleNamespace(cache=CacheKnobs())
     modules: dict[str, Any] = {name: ModuleType(name) for name in ("triton", "triton.runtime", "triton.runtime.cache")}
 

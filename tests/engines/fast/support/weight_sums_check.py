@@ -1,4 +1,4 @@
-"""Sums of weights and low-rank products by the kernel, against float64; run as ``triton_check.py`` beside this one."""
+"""Compare the kernel's sums of weights and low-rank products with float64; run it like ``triton_check.py``."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def exact_sum(base: Tensor, products: Products) -> tuple[Tensor, Tensor]:
 
 
 def check_sum(got: Tensor, base: Tensor, products: Products) -> None:
-    """Rounded to nearest, except near the middle of two numbers, where errors of a float32 sum matter."""
+    """Check rounding to nearest, except near the middle of two numbers, where float32 errors matter."""
     exact, bound = exact_sum(base, products)
     got = got.cpu()
     lowest, highest = ((exact + error).to(got.dtype).double() for error in (-bound, bound))
@@ -70,7 +70,7 @@ def launched_on(device: str) -> AbstractContextManager[Any]:
 
 
 def check_launches(device: str, weight: torch.dtype, factor: torch.dtype, num_products: int) -> None:
-    """Several weights by one launch: ranks below and above a tile's, rows that are part of wider ones, in place."""
+    """Check several weights in one launch: ranks below and above a tile's, rows within wider ones, in place."""
     sums, checks = WeightSums(), []
     for shape in SHAPES.values():
         products = [(0.7 - i, random_low_rank(shape, 5 + 70 * i, factor)) for i in range(num_products)]
@@ -89,7 +89,7 @@ def check_launches(device: str, weight: torch.dtype, factor: torch.dtype, num_pr
 
 
 def check_shares_are_alike(factor: torch.dtype) -> None:
-    """Rows and columns of a weight alone, as ranks have them: the same bits as in the whole one, aligned or not."""
+    """Check that a rank's rows and columns have the same bits as in the whole weight, aligned or not."""
     base = torch.randn(270, 304).bfloat16()
     products = [(0.7, random_low_rank((270, 304), 72, factor))]
     whole = weight_sums.new_sum(base.cuda(), moved(products, "cuda"))
@@ -120,7 +120,7 @@ MIXES: tuple[Mix, ...] = (
 
 
 def check_switch(device: str, half: torch.dtype, *, on_host: bool) -> None:
-    """All forms of weights and products, loaded values here or on the host; then back."""
+    """Check all forms of weights and products, with loaded values on the device or the host; then back."""
     weights = nn.ParameterDict({name: torch.randn(shape).to(half) for name, shape in SHAPES.items()})
     module = nn.ModuleDict({"w": weights, "quantised": nn.Linear(8, 24, dtype=half), "full": nn.Linear(16, 8)})
     module = module.to(device).requires_grad_(False)

@@ -1,4 +1,4 @@
-"""Which jobs a gang does not take, because they would wait for others longer than ``max_wait_s``."""
+"""A gang refuses jobs that would wait for others longer than ``max_wait_s``."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MODEL = "with a longest wait"
 
 
 class Door:
-    """Takes jobs as a gang does, which knows what steps of these shapes take."""
+    """Admits jobs like a gang with measured step times for these shapes."""
 
     def __init__(
         self, max_wait_s: float | None, *, policy: str = "arrival", steps_s: Mapping[str, float] = STEPS_S
@@ -59,7 +59,7 @@ class Door:
         )
 
     def open(self, name: str, shape: str, *, is_scheduled: bool = True, **fields: Any) -> float | None:
-        """Returns in how many seconds it will be done. TooLateError if it is refused."""
+        """Return the seconds until the job is done. Raise TooLateError if it is refused."""
         job = replace(job_of(name, shape), **fields)
         eta_s = self._admission.admit(job)
         self.table.open(job, 1.0).is_scheduled = is_scheduled
@@ -94,7 +94,7 @@ def refused(door: Door, name: str, shape: str, **fields: Any) -> TooLateError:
 
 
 def test_who_would_wait_longer_is_refused_and_told_when_that_is_over() -> None:
-    """Two small ones are before the third, a second each."""
+    """Two small jobs of a second each are ahead of the third."""
     door = Door(max_wait_s=1.6)
     assert [door.open(name, SMALL) for name in "ab"] == pytest.approx([SMALL_S, 2 * SMALL_S])
     refusal = refused(door, "c", SMALL)
@@ -130,7 +130,7 @@ def test_a_job_of_a_gang_that_sleeps_waits_for_the_devices_too() -> None:
 
 
 def test_the_first_job_of_a_gang_that_sleeps_is_refused_for_the_swap_alone() -> None:
-    """A gang without jobs gets no turn, however long its wait is thought to be."""
+    """A gang without jobs gets no turn, whatever its predicted wait."""
     door = Door(max_wait_s=1.0)
     door.wake_up = WakeUp(total_s=50.0, swap_s=0.5)
     assert refused(door, "a", SMALL, deadline_s=1.2).predicted_s == pytest.approx(SMALL_S + 0.5)
@@ -139,7 +139,7 @@ def test_the_first_job_of_a_gang_that_sleeps_is_refused_for_the_swap_alone() -> 
 
 
 async def test_a_gang_that_sleeps_expects_its_wake_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time is the arbiter's prediction less the time since, and no less than the last wake-up took."""
+    """The wait is the arbiter's prediction less the time since, at least what the last wake-up took."""
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     clock, known = SetClock(), StepTimes()
     for _ in range(2):
@@ -174,7 +174,7 @@ def test_who_goes_before_the_others_does_not_wait_for_them() -> None:
 
 
 def test_who_has_a_turn_soon_does_not_wait_for_all_of_another_key() -> None:
-    """Twenty small ones of a greedy key are there; each key has two of them before it is another's turn."""
+    """A greedy key has twenty small jobs; each key gets two of them before the next key's turn."""
     door = Door(max_wait_s=None, policy="fair")
     for number in range(20):
         door.open(f"greedy {number}", SMALL, key="greedy")
@@ -186,7 +186,7 @@ def test_who_has_a_turn_soon_does_not_wait_for_all_of_another_key() -> None:
 
 
 def test_jobs_that_come_at_one_time_wait_for_each_other() -> None:
-    """Those among them that the ranks have not admitted yet."""
+    """Jobs that the ranks have not admitted yet count too."""
     door = Door(max_wait_s=0.5)
     door.open("a", SMALL, is_scheduled=False)
     assert refused(door, "b", SMALL).retry_after_s == pytest.approx(SMALL_S - 0.5)
@@ -254,7 +254,7 @@ def test_without_a_longest_wait_all_wait() -> None:
 
 
 def test_a_deadline_leaves_time_to_decode() -> None:
-    """A small one takes a second, and decoding another 0.4; what is predicted is of the steps alone."""
+    """A small job takes a second, and decoding another 0.4; the prediction covers the steps alone."""
     door = Door(max_wait_s=None)
     with pytest.raises(ValueError, match=r"deadline_s is 1\.3, and the steps and decoding alone take 1\.4 s"):
         door.open("never", SMALL, deadline_s=1.3, decode_s=0.4)
@@ -284,7 +284,7 @@ def test_who_is_refused_is_counted_and_forgotten() -> None:
 
 
 async def test_who_comes_again_when_told_to_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a whole gang, on whose ranks a job of a second is under way."""
+    """A whole gang works on a job of one second; a refused job is admitted after ``retry_after_s``."""
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     config, clock, known = GangConfig(num_ranks=NUM_RANKS, max_wait_s=0.5), SetClock(), StepTimes()
     ranks = SetRanks(NUM_RANKS, clock)

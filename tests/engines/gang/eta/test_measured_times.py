@@ -1,4 +1,4 @@
-"""Times that are measured, kept and found again, whoever else keeps some there."""
+"""Measured times are stored and found again when several gangs write to one folder."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_of_too_many_keys_those_that_changed_last_are_kept(file: Path) -> None:
 
 
 def test_they_are_written_while_others_come(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is being written is what was known then, and nobody waits for the disk."""
+    """The file holds what was known when the write began, and no caller waits for the disk."""
     times, others = times_in(file), times_in(file)
     heard(times, ONE, 0.1)
     write, come = write_atomically, iter([OTHER])

@@ -1,4 +1,4 @@
-"""What is predicted goes through the policy, which hears nothing of it, and asks it a few dozen times at most."""
+"""A prediction simulates the policy on a copy, with a few dozen calls at most."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def job(name: str, key: str = "", *, step_s: float = 1.0, num_steps: int = 2, **
 
 
 def real_ends_s(subject: Scheduler, step_s: float = 1.0) -> Iterator[tuple[str, float]]:
-    """By the plans of one team, of jobs with equal steps."""
+    """Yield each job and its end by the plans of one team, whose steps all take ``step_s``."""
     now_s = 0.0
     while plan := subject.next_plan(now_s=now_s):
         now_s += step_s
@@ -31,7 +31,7 @@ def real_ends_s(subject: Scheduler, step_s: float = 1.0) -> Iterator[tuple[str, 
 
 
 def crowd(policy: Policy) -> Scheduler:
-    """Of two keys; all deadlines can be met."""
+    """Return a scheduler with jobs of two keys, whose deadlines can all be met."""
     subject = scheduler(num_ranks=1, policy=policy)
     for number in range(20):
         subject.add(job(f"a{number}", "a", num_steps=1 + number % 4, deadline_s=100.0 + number % 7))
@@ -52,7 +52,7 @@ def test_ends_are_those_of_the_plans(policy: str) -> None:
 @pytest.mark.parametrize("switch_s", [0.5, 1.5, 2.5])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_changes_of_weights_are_simulated(policy: str, switch_s: float) -> None:
-    """By the plans of one team, whose steps take a second. A change is never without a step after it."""
+    """One team follows the plans; a step takes a second, and each change of weights is followed by a step."""
     subject = scheduler(num_ranks=1, policy=make_policy(policy), prediction=StepPrediction(switch_s=switch_s))
     additions = {str(number): "xyz"[number % 3] for number in range(9)}
     for name, kind in additions.items():
@@ -72,7 +72,7 @@ def test_changes_of_weights_are_simulated(policy: str, switch_s: float) -> None:
 
 
 def test_the_first_turns_are_gone_through_to_the_step() -> None:
-    """Four steps of one key, then four of each other: what is near is known best."""
+    """The simulation is exact for the first four steps of each key."""
     subject = scheduler(num_ranks=1, policy=Fair(4.0))
     for key in "abc":
         for number in range(2):
@@ -82,7 +82,7 @@ def test_the_first_turns_are_gone_through_to_the_step() -> None:
 
 
 def test_who_ages_goes_before_the_others_in_a_simulation_too() -> None:
-    """The long one is overtaken for twice its six seconds; without ageing it would wait for all twenty."""
+    """The long job is overtaken for twice its six seconds; without ageing it would wait for all twenty."""
     subject = scheduler(num_ranks=1, policy=Shortest(2.0))
     subject.add(job("long", num_steps=6))
     for number in range(20):
@@ -92,7 +92,7 @@ def test_who_ages_goes_before_the_others_in_a_simulation_too() -> None:
 
 
 def test_who_will_be_late_goes_behind_the_others_in_a_simulation_too() -> None:
-    """By the end of the first, which takes eight seconds, the second has four left for its six."""
+    """The first job ends after eight seconds; the second then has four seconds left for its six."""
     subject = scheduler(num_ranks=1, policy=Deadline())
     for name, num_steps, deadline_s in (("first", 8, 8.5), ("second", 6, 12.5), ("third", 3, 30.0)):
         subject.add(job(name, num_steps=num_steps, deadline_s=deadline_s))
@@ -102,7 +102,7 @@ def test_who_will_be_late_goes_behind_the_others_in_a_simulation_too() -> None:
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_who_asks_changes_nothing(policy: str, elastic: bool) -> None:
-    """Neither the plans nor what the policy keeps."""
+    """Predictions change neither the plans nor the policy's state."""
     plans = []
     for asks in (False, True):
         subject = scheduler(num_ranks=2, elastic=elastic, policy=make_policy(policy))
@@ -119,7 +119,7 @@ def test_who_asks_changes_nothing(policy: str, elastic: bool) -> None:
 
 
 class Counted(Fair):
-    """Counts how often any copy of it is asked for an order."""
+    """Counts the calls of ``order`` over all copies."""
 
     num_orders = 0
 
@@ -131,7 +131,7 @@ class Counted(Fair):
 @pytest.mark.parametrize("elastic", [False, True])
 @pytest.mark.parametrize("weight", [1e-6, 1.0])
 def test_looks_are_few_however_many_turns_there_are(elastic: bool, weight: float) -> None:
-    """200 jobs of 20 keys, with 30 steps each."""
+    """There are 200 jobs of 20 keys with 30 steps each."""
     subject = scheduler(num_ranks=2, elastic=elastic, policy=Counted())
     for number in range(200):
         own = job(str(number), str(number % 20), num_steps=30, step_s=0.1)

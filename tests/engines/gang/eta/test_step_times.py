@@ -1,4 +1,4 @@
-"""What is predicted of a step: what was measured, kept and found again; and what follows from it for others."""
+"""Step times are measured, stored and found again, and they correct the estimates of other shapes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_estimates_are_corrected_by_what_was_measured() -> None:
 
 
 def test_what_estimates_were_wrong_by_is_kept(tmp_path: Path) -> None:
-    """The gang that is rebuilt scales the estimates of shapes that it never saw as the one before it did."""
+    """A rebuilt gang scales the estimates of shapes it never ran like the gang before it."""
     times = StepTimes(tmp_path / "model.json")
     heard(times, job("small", on_1=0.2), 2, 0.1, 0.1)
     times.save()
@@ -109,7 +109,7 @@ def test_what_a_change_of_weights_takes_is_kept_and_no_time_of_a_step(tmp_path: 
 
 
 def test_rough_estimates_grow_as_steps_do() -> None:
-    """Steps of FLUX.1-dev on one H200, in milliseconds, with 512 tokens of text."""
+    """The times are steps of FLUX.1-dev on one H200 with 512 tokens of text."""
     measured_ms = {32 * 32: 35.4, 64 * 64: 121.0, 128 * 128: 730.0}
     estimates = [rough_step_s(tokens + 512) for tokens in measured_ms]
     ratios = [ms / estimate for ms, estimate in zip(measured_ms.values(), estimates, strict=True)]

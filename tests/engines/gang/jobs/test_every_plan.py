@@ -1,4 +1,4 @@
-"""What every plan of the scheduler keeps to, whatever jobs come in whatever order."""
+"""Every plan of the scheduler keeps its invariants, whatever jobs arrive in whatever order."""
 
 from __future__ import annotations
 

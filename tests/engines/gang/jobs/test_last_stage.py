@@ -107,7 +107,7 @@ async def test_the_first_step_of_the_last_stage_may_compile() -> None:
 def test_a_gang_measures_each_stage_and_tells_when_the_job_ends(
     is_known: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also without measured times: then by the job's own steps and estimates, from the second step on."""
+    """Without measured times the job's own steps and estimates are used, from the second step on."""
     monkeypatch.setattr(gang_module, "kill_ranks", lambda _: None)
     num_first, num_last = 12, 8
     last = replace(LAST, num_steps=num_last)

@@ -1,4 +1,4 @@
-"""What a rank does with plans, without actors or a communicator."""
+"""A rank executes plans, without actors or a communicator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tests.engines.gang.support.fakes import (
 
 
 class OneRankEngine(EagerEngine):
-    """Counts its forwards."""
+    """Counts the branches of each ``predict``."""
 
     team_sizes = (1, 2)
 
@@ -53,7 +53,7 @@ class OneRankEngine(EagerEngine):
 
 
 class TwoBranchSampler(FakeSampler):
-    """As with true guidance: two forwards a step, of which the first counts here."""
+    """Runs two forwards a step, as with true guidance; the first one counts."""
 
     def branches(self, state: FakeState) -> tuple[Branch, ...]:
         (branch,) = super().branches(state)
@@ -61,7 +61,7 @@ class TwoBranchSampler(FakeSampler):
 
 
 class SparingSampler(FakeSampler):
-    """Every second step takes what the step before it predicted."""
+    """Reuses the last prediction in every second step."""
 
     def __init__(self) -> None:
         self._last: dict[int, tuple[Tensor, ...]] = {}
@@ -234,7 +234,7 @@ def test_a_job_keeps_its_additions_until_it_ends() -> None:
 
 
 class SwitchingEngine(OneRankEngine):
-    """Changes its weights in each second step."""
+    """Changes its weights in every second step."""
 
     def predict(self, branches: tuple[Branch, ...], ranks: tuple[int, ...]) -> tuple[Tensor, ...]:
         if len(self.num_branches) % 2:

@@ -1,4 +1,4 @@
-"""The scheduler's mechanism, without ranks: plans are made one after the other, and nothing is known of their times."""
+"""The scheduler makes plans one after the other, without ranks and without measured times."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_a_short_job_pauses_a_long_one_at_the_next_step() -> None:
 
 
 def test_no_job_begins_while_as_many_have_begun_as_may() -> None:
-    """Their states are on the ranks: the shortest of these goes on, and the next one begins when it has ended."""
+    """Two jobs have states on the ranks: the shorter one goes on, and the next begins when it has ended."""
     full = scheduler(max_running_jobs=2)
     for name, num_steps in (("a", 9), ("b", 4), ("c", 1)):
         full.add(job(name, num_steps=num_steps))
@@ -95,7 +95,7 @@ def test_a_gang_that_is_not_elastic_never_changes_a_team() -> None:
 
 
 def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends() -> None:
-    """Wider teams are hardly faster here, so that every job begins at once, and those that are left spread."""
+    """Wider teams are hardly faster here: every job begins at once, and the remaining ones spread."""
     elastic = scheduler(elastic=True)
     for name, num_steps in (("a", 5), ("b", 2), ("c", 3)):
         elastic.add(replace(job(name, num_steps=num_steps), estimates_s={1: 1.0, 2: 0.95, 4: 0.94}))
@@ -267,7 +267,7 @@ def test_plans_are_numbered() -> None:
 
 
 def test_neither_the_scheduler_nor_a_policy_imports_ray() -> None:
-    """However far away."""
+    """This holds for indirect imports too."""
     modules = ["engines.gang.jobs.scheduler", *(place.partition(":")[0] for place in POLICIES.values())]
     check = f"import sys, {', '.join(modules)}; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

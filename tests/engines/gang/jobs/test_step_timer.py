@@ -1,4 +1,4 @@
-"""What a rank says that its steps took, whose device works on by itself: by a clock and a device that a test sets."""
+"""A rank reports how long steps took on an asynchronous device; a test sets its clock and device."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUM_STEPS = 6
 
 @dataclass
 class Device:
-    """The rank's clock, and when the device will have done what it was given."""
+    """The rank's clock, and the time at which the device will have finished its work."""
 
     now_s: float = 0.0
     ends_s: float = 0.0
@@ -39,7 +39,7 @@ class Device:
 
 
 class SetMark:
-    """What ``torch.cuda.Event`` is on that device."""
+    """Stands for ``torch.cuda.Event`` on that device."""
 
     def __init__(self, device: Device) -> None:
         self._device, self._at_s = device, 0.0
@@ -58,7 +58,7 @@ class SetMark:
 
 
 class DeviceEngine(EagerEngine):
-    """Gives the device as many seconds of work as the request says."""
+    """Gives the device the seconds of work that the request names."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -81,7 +81,7 @@ class DeviceSampler(FakeSampler):
 
 
 class DeviceRank:
-    """A rank with such a device. ``told_ms`` is what it told, by the sequences of plans."""
+    """A rank with such a device. ``told_ms`` has the reported times by sequence of the plan."""
 
     def __init__(self) -> None:
         self.device = Device()
@@ -98,7 +98,7 @@ class DeviceRank:
         self._steps[job_id] = 0
 
     def step(self, job_id: str, at_s: float) -> dict[int, float]:
-        """The job's next step, a call for which comes ``at_s``, or once the rank takes it; what is told with it."""
+        """Run the job's next step, called at ``at_s`` or when the rank is free. Return the reported times."""
         self.device.now_s = max(self.device.now_s, at_s)
         self._steps[job_id] += 1
         step = JobStep(job_id=job_id, step=self._steps[job_id], emit="final" if self._is_last(job_id) else None)
@@ -116,7 +116,7 @@ class DeviceRank:
         return self._aside(StepPlan(sequence=-1, moves=(Move(job_id=job_id, source=0, ranks=(1,)),)), at_s)
 
     def _aside(self, plan: StepPlan, at_s: float) -> dict[int, float]:
-        """A plan in which this rank works on nothing; what is told with it."""
+        """Run a plan in which this rank has no work. Return the reported times."""
         self.device.now_s = max(self.device.now_s, at_s)
         report, _ = self._jobs.execute(plan)
         self.moved_ms.append(report.move_ms)
@@ -127,7 +127,7 @@ class DeviceRank:
 
 
 def launched(*step_s: float) -> dict[int, Any]:
-    """Milliseconds of steps from 1 on, of which the device idled before the first: its launch is a part of it."""
+    """Return the expected milliseconds of steps from 1 on; the device idled before the first, so its launch counts."""
     took_s = [step_s[0] + LAUNCH_S, *step_s[1:]]
     return {number: pytest.approx(1e3 * each) for number, each in enumerate(took_s, 1)}
 
@@ -135,7 +135,7 @@ def launched(*step_s: float) -> dict[int, Any]:
 @pytest.mark.parametrize("step_s", [SHORT_S, LONG_S])
 @pytest.mark.parametrize("lead_share", [0.1, 0.25, 0.9])
 def test_a_step_takes_what_the_device_does_however_late_its_call_comes(step_s: float, lead_share: float) -> None:
-    """Each is sent as the one before it has ``lead_share`` of its time left."""
+    """Each step is sent when ``lead_share`` of the one before it is left."""
     rank = DeviceRank()
     rank.admit("a", step_s)
     for _ in range(NUM_STEPS):
@@ -151,7 +151,7 @@ def test_a_step_is_told_of_with_the_next_and_the_last_at_once() -> None:
 
 
 def test_a_report_says_how_long_the_device_has_been_in_the_step() -> None:
-    """The first launch is a part of its step. Later steps begin with the reports, and the last one has ended."""
+    """The first launch is part of its step. Later steps begin with the reports, and the last one has ended."""
     rank = DeviceRank()
     rank.admit("a", SHORT_S)
     for _ in range(NUM_STEPS):
@@ -170,7 +170,7 @@ def test_calls_that_take_longer_than_the_rest_of_the_step_before_are_counted(mon
 
 
 def test_the_begin_of_a_job_is_no_part_of_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next step's report, which comes as this one ends, would measure it with this one otherwise."""
+    """Otherwise the report of the next step, which comes as this one ends, would include the begin."""
     rank = DeviceRank()
 
     begin = DeviceSampler.begin
@@ -201,12 +201,12 @@ def test_jobs_in_turns_have_each_its_own_time() -> None:
         for job_id in ("long", "short"):
             rank.step(job_id, at_s=rank.device.ends_s - 0.1)
     expected = launched(*[LONG_S, SHORT_S] * NUM_STEPS)
-    last = 2 * NUM_STEPS  # its turn came as the device had nothing to do: the one before it handed out its latents
+    last = 2 * NUM_STEPS  # the device was idle at its turn: the step before handed out its latents
     assert rank.told_ms == expected | {last: pytest.approx(1e3 * (SHORT_S + LAUNCH_S))}
 
 
 def test_who_drops_a_job_tells_of_its_step_there_and_then() -> None:
-    """There may be no further call for long, and somebody pays for the step."""
+    """The next call may come much later, and the step's time is billed."""
     rank = DeviceRank()
     rank.admit("a", LONG_S)
     rank.step("a", at_s=0.0)
@@ -221,7 +221,7 @@ def communicator() -> Iterator[None]:
 
 
 def test_who_gives_a_job_away_tells_of_its_step_there_and_then(communicator: None) -> None:
-    """The job may be done elsewhere before this rank is called again."""
+    """Another rank may finish the job before this rank is called again."""
     rank = DeviceRank()
     rank.admit("a", LONG_S)
     rank.step("a", at_s=0.0)
@@ -231,7 +231,7 @@ def test_who_gives_a_job_away_tells_of_its_step_there_and_then(communicator: Non
 def test_what_a_move_takes_begins_as_the_step_before_has_ended(
     communicator: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And ends when the device has done what the move gave it."""
+    """It ends when the device has done the work of the move."""
     rank = DeviceRank()
     monkeypatch.setattr("engines.gang.jobs.rank_jobs.time.perf_counter", lambda: rank.device.now_s)
     monkeypatch.setattr("engines.gang.jobs.rank_jobs.transfer", lambda state, **_: rank.device.launch(SHORT_S))

@@ -1,4 +1,4 @@
-"""States of real jobs that change ranks between steps: what arrives, and the pictures at the end."""
+"""States of real jobs change ranks between steps: they arrive unchanged, and so do the pictures at the end."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.pipelines.support.checkpoints import tiny
 
 CPU = torch.device("cpu")
 HARDLY_FASTER = {1: 1.0, 2: 0.95, 4: 0.94}
-"""What steps take on larger teams, by estimate: it pays to run jobs side by side."""
+"""Estimated step times by team size: it pays to run jobs side by side."""
 NUM_STEPS = (7, 3, 4)
-"""Of jobs a, b and c; a begins two steps before the others, so that teams go 4, 2 + 1 + 1, 2 + 2, 4."""
+"""Steps of jobs a, b and c; a begins two steps early, so that teams go 4, 2 + 1 + 1, 2 + 2, 4."""
 
 
 @pytest.fixture(scope="module", params=["flux", "wan"])
@@ -76,7 +76,7 @@ def alone(folder: Path, number: int) -> Tensor:
 
 
 def run_elastically(folder: Path) -> tuple[dict[str, Tensor], dict[str, list[int]]]:
-    """Every rank makes the same plans: the latents that it hands out, and the number of ranks of each step."""
+    """Run the same plans on every rank. Return the latents that it emits and the team size of each step."""
     checkpoint, rank = Checkpoint(folder), dist.get_rank()
     engine = TorchEngine(checkpoint.denoiser(), strategy="ulysses")
     parts = RankParts(engine=engine, sampler=checkpoint.sampler())
@@ -133,7 +133,7 @@ def test_a_rehearsal_sends_skeleton_and_tensors_from_every_rank() -> None:
 
 
 def rehearsed() -> list[int]:
-    """The ranks from which tensors went."""
+    """Return the source rank of each tensor that the warm-up of transfers sends."""
     sources: list[int] = []
     broadcast = dist.broadcast
 

@@ -1,4 +1,4 @@
-"""Nobody is overtaken for ever, whatever comes in whatever order."""
+"""No job is overtaken for ever, whatever jobs arrive in whatever order."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.unhurried import UNHURRIED
 
 MAX_OVERTAKEN = 3.0
 SWITCH_S = 2.0
-"""Seconds of a change of additions to the weights."""
+"""Seconds that a change of additions to the weights takes."""
 STEP_S = {"short": 1.0, "usual": 3.5, "long": 20.0}
-"""On one rank. A team of w takes w ** -0.8 of it."""
+"""Step time on one rank. A team of w takes w ** -0.8 of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Come:
-    """A job that comes after so many plans."""
+    """A job that arrives after ``num_plans_before`` plans."""
 
     shape: str
     num_steps: int
@@ -65,13 +65,14 @@ def job_of(job_id: str, come: Come) -> Job:
 
 
 ROUNDING = 1e-12
-"""Of sums of times: those of a policy are of the same times in another order."""
+"""Allowed difference of sums of times: the policy adds the same times in another order."""
 
 
 @dataclass(kw_only=True)
 class Wait:
-    """Of a job: the gang-seconds that later ones had in plans in which it had nothing; and from when its limit was
-    reached, ``late_by`` whom, ``with_room`` for it to begin or go on by whom. Those later ones ``had_begun`` by then.
+    """One job's wait: gang-seconds that later jobs had in plans without it. From the time its limit is reached:
+    ``late_by`` names the later jobs served, ``with_room`` those served while it had room to run. ``had_begun`` are the
+    later jobs that had begun by then.
     """
 
     limit_s: float
@@ -90,7 +91,7 @@ class Wait:
 
 
 class Waits:
-    """What each of the jobs that come waits for later ones, by the plans alone."""
+    """Measures by the plans alone how long each job waits for later ones."""
 
     def __init__(self, comes: list[Come], policy: Policy, *, num_ranks: int, elastic: bool, max_running: int) -> None:
         self._comes, self._num_ranks, self._max_running = comes, num_ranks, max_running
@@ -142,7 +143,7 @@ class Waits:
         return True
 
     def _team_s(self, number: int, ranks: tuple[int, ...]) -> float:
-        """Return the seconds of a step, and of the change of weights before it."""
+        """Return the seconds of a step and of the change of weights before it."""
         come = self._comes[number]
         changes = any(self._additions.get(rank, "") != come.additions for rank in ranks)
         self._additions |= dict.fromkeys(ranks, come.additions)
@@ -166,8 +167,8 @@ def test_no_job_is_overtaken_for_longer_than_its_bound(
     elastic: bool,
     max_running: int,
 ) -> None:
-    """So many times its own time, by its priority, and the step with which that is reached. From then on those later
-    ones alone are served without it that had begun, while as many have begun as may and it has not."""
+    """The bound is a multiple of its own time, by priority, plus the step that reaches it. After that only later jobs
+    that had begun are served without it, while all places are taken."""
     subject = Waits(comes, kind(max_overtaken), num_ranks=num_ranks, elastic=elastic, max_running=max_running)
     for wait in subject.run(max_overtaken).values():
         assert not wait.with_room
@@ -215,7 +216,7 @@ def test_jobs_with_the_additions_of_the_last_one_do_not_starve_others() -> None:
 
 
 def test_a_job_that_has_aged_need_not_wait_for_the_end_of_another() -> None:
-    """Of 40 seconds on one rank; the other is of 30 steps of a second, and was served for 10 seconds of the gang."""
+    """The aged job takes 40 s on one rank; the other has 30 steps of 1 s and had 10 s of the gang."""
     comes = [
         Come(shape="long", num_steps=2, num_plans_before=0),
         Come(shape="short", num_steps=30, num_plans_before=0),
@@ -226,7 +227,7 @@ def test_a_job_that_has_aged_need_not_wait_for_the_end_of_another() -> None:
 
 
 def test_a_priority_shortens_the_wait_and_a_low_one_lengthens_it() -> None:
-    """Whole pictures of equal length, which come together: a quarter of the time counts as a shorter job."""
+    """Whole pictures of equal length arrive together: a quarter of the time counts as a shorter job."""
     subject = scheduler(num_ranks=1)
     for name, priority in (("flex", 0.25), ("default", 1.0), ("priority", 4.0)):
         subject.add(Job(job_id=name, request=None, conditioning=None, num_steps=2, priority=priority))

@@ -1,4 +1,4 @@
-"""What holds for every policy: all jobs end, step by step, and the same jobs in the same order get the same plans."""
+"""For every policy all jobs end, step by step, and the same order of jobs gives the same plans."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ COMES = st.lists(
     ),
     max_size=10,
 )
-"""Steps, seconds of one, a key, how many plans are made before it comes, and its additions to the weights."""
+"""Steps, seconds of one, a key, the number of plans before its arrival, and its additions to the weights."""
 Come = tuple[int, float, str, int, str]
 
 
 def plans_of(policy: str, comes: list[Come], *, elastic: bool) -> list[StepPlan]:
-    """Ranks become free one after the other, so that teams are sent steps at different times."""
+    """Return the plans when ranks become free one after the other, so that teams get steps at different times."""
     subject = scheduler(num_ranks=4, max_running_jobs=3, elastic=elastic, policy=make_policy(policy))
     plans: list[StepPlan] = []
 

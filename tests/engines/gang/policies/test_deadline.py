@@ -1,4 +1,4 @@
-"""Deadlines that can be met come before those that cannot; teams are those by which fewest are late."""
+"""Deadlines that can be met come before those that cannot; the teams chosen make the fewest jobs late."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def due(job_id: str, deadline_s: float | None, num_steps: int = 4, **fields: obj
 
 
 def order_of(subject: Scheduler, now_s: float = 0.0) -> list[str]:
-    """Each job once, in the order of their ends; time goes on as predicted."""
+    """Return each job once, in the order of their ends; time passes as predicted."""
     ends = []
     while plan := subject.next_plan(now_s=now_s):
         now_s += max(HALF[work.num_ranks] for work in plan.works)
@@ -54,7 +54,7 @@ def test_a_deadline_counts_from_when_the_job_came() -> None:
 
 
 def test_a_job_without_a_deadline_is_to_be_done_in_three_times_its_own_time() -> None:
-    """Its 4 steps take 2.4 s, so that it is due after 7.2."""
+    """Its 4 steps take 2.4 s, so it is due after 7.2 s."""
     for deadline_s, expected in ((7.0, ["said", "silent"]), (7.4, ["silent", "said"])):
         subject = scheduler(num_ranks=2, policy=Deadline())
         subject.add(due("silent", None))
@@ -63,11 +63,11 @@ def test_a_job_without_a_deadline_is_to_be_done_in_three_times_its_own_time() ->
 
 
 NEARLY_TWICE = {1: 1.0, 2: 0.51}
-"""Two ranks are 1.96 times as fast as one: all wait least one after the other."""
+"""Two ranks are 1.96 times as fast as one: the total wait is least one after the other."""
 
 
 def teams_of(*jobs: Job) -> dict[str, tuple[int, ...]]:
-    """By the first plan of an elastic gang of two ranks."""
+    """Return the teams in the first plan of an elastic gang of two ranks."""
     subject = scheduler(num_ranks=2, elastic=True, policy=Deadline())
     for one in jobs:
         subject.add(one)
@@ -77,20 +77,20 @@ def teams_of(*jobs: Job) -> dict[str, tuple[int, ...]]:
 
 
 def test_teams_are_those_by_which_fewest_are_late() -> None:
-    """One rank is enough for both where there is time for that; else the one that is due first gets both."""
+    """One rank is enough for both if there is time; else the job that is due first gets both."""
     assert teams_of(due("a", 4.5), due("b", 4.5)) == {"a": (0,), "b": (1,)}
     assert teams_of(due("a", 3.0), due("b", 4.5)) == {"a": (0, 1)}
 
 
 def test_where_all_are_in_time_anyway_all_wait_least() -> None:
-    """So a job that would be in time on one rank has both, before another that has time as well."""
+    """A job that would be in time on one rank gets both, before another that has time as well."""
     far = [due(name, 100.0, estimates_s=NEARLY_TWICE) for name in "ab"]
     assert teams_of(*far) == {"a": (0, 1)}
     assert teams_of(far[0]) == {"a": (0, 1)}
 
 
 def test_who_is_too_late_anyway_gets_what_the_others_can_spare() -> None:
-    """One rank, if the other does for who can be in time; else nothing, though it came first and is shorter."""
+    """It gets one rank if the other is enough for the punctual job; else nothing, though it came first."""
     hopeless = due("hopeless", 0.5, num_steps=2)
     assert teams_of(hopeless, due("possible", 3.0)) == {"possible": (0, 1)}
     little = {1: 1.0, 2: 0.7}

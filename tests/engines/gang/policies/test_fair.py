@@ -1,4 +1,4 @@
-"""Keys get the same while they have jobs, or as their weights say; by the plans alone."""
+"""By the plans alone, keys with jobs get equal shares, or shares by weight."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add(
 
 
 def served_s(subject: Scheduler, lengths: dict[str, float], num_plans: int) -> Counter[str]:
-    """Seconds by key, in so many plans. Jobs are named by their key."""
+    """Return the seconds by key in ``num_plans`` plans. A job's first letter is its key."""
     seconds: Counter[str] = Counter()
     for _ in range(num_plans):
         plan = subject.next_plan()
@@ -51,7 +51,7 @@ def served_s(subject: Scheduler, lengths: dict[str, float], num_plans: int) -> C
 def test_shares_are_as_weights_say(
     step_s: tuple[float, float, float], weights: tuple[float, float, float], num_steps: int
 ) -> None:
-    """However long their steps are and however many they have; up to a turn and a step of each."""
+    """This holds for any step length and number of steps, within a turn and a step of each key."""
     subject = scheduler(num_ranks=1, max_running_jobs=10_000, policy=Fair(QUANTUM_S))
     lengths = dict(zip("abc", step_s, strict=True))
     for key, weight in zip("abc", weights, strict=True):
@@ -74,7 +74,7 @@ def test_who_asks_for_much_does_not_hold_up_who_asks_for_little() -> None:
 
 
 class FewTurns(Fair):
-    """Fails who goes through turns one by one."""
+    """Fails if turns are iterated one by one."""
 
     num_turns = 0
 
@@ -85,7 +85,7 @@ class FewTurns(Fair):
 
 
 def test_a_step_may_last_for_a_billion_turns() -> None:
-    """Of two keys the one with three times the weight gets three times the steps."""
+    """The key with three times the weight gets three times the steps."""
     subject = scheduler(num_ranks=1, policy=FewTurns(1.0))
     add(subject, "a", "least", weight=1e-9)
     add(subject, "b", "little", weight=3e-9, num_steps=4)
@@ -94,7 +94,7 @@ def test_a_step_may_last_for_a_billion_turns() -> None:
 
 
 def test_a_key_without_jobs_saves_nothing() -> None:
-    """It comes back after long, and gets no more than its turn."""
+    """It returns after a long time and gets no more than its turn."""
     subject = scheduler(num_ranks=1, max_running_jobs=100, policy=Fair(QUANTUM_S))
     add(subject, "b0", "b", num_steps=1)
     for i in range(40):
@@ -107,7 +107,7 @@ def test_a_key_without_jobs_saves_nothing() -> None:
 
 
 def test_keys_owe_what_they_owe_also_while_a_job_runs_alone() -> None:
-    """What one step of the first key took is worth eight of the second one's, whoever is served between."""
+    """One step of the first key is worth eight of the second one's, whatever is served between."""
     subject = scheduler(num_ranks=1, policy=Fair(QUANTUM_S))
     add(subject, "a0", "a", step_s=10.0, num_steps=1)
     add(subject, "x", "x", exclusive=True)

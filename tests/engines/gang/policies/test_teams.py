@@ -1,4 +1,4 @@
-"""What speaks for leaving teams as they are: each of it decides some case, and none decides more than it says."""
+"""Each reason to leave teams as they are decides some case, and none decides more than it should."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def candidate(name: str, *, on_one_s: float, on_two_s: float, ranks: Ranks = (),
 
 
 def teams(on_one_s: float, on_two_s: float, *, run: bool, gang: GangShape = GANG) -> Teams:
-    """Of two jobs that are alike: both run side by side, or both are paused.
+    """Return the teams of two equal jobs: both run side by side, or both are paused.
 
-    If they stay so, both end after ten steps on one rank, and who comes next waits as long: 30 ``on_one_s`` in all. If
-    the first gets both ranks, that is 10, 20 and 20 ``on_two_s``: 50, as much as 30 of five thirds of it.
+    Unchanged, both end after ten steps on one rank, and the next arrival waits as long: 30 ``on_one_s`` in all. If the
+    first gets both ranks, that is 10, 20 and 20 ``on_two_s``: 50, equal to 30 if one step takes five thirds.
     """
     places: list[Ranks] = [(0,), (1,)]
     jobs = [
@@ -46,7 +46,7 @@ def teams(on_one_s: float, on_two_s: float, *, run: bool, gang: GangShape = GANG
     [
         (1.66, SIDE_BY_SIDE),
         (1.68, SIDE_BY_SIDE),  # 0.8 % are less than what a change must gain
-        (1.705, SIDE_BY_SIDE),  # 2.3 % are more, and less than it must gain where one is paused for it
+        (1.705, SIDE_BY_SIDE),  # 2.3 % are more, and less than the gain required if a job is paused for it
         (1.72, FIRST_ALONE),
     ],
 )
@@ -64,6 +64,6 @@ def test_teams_of_paused_jobs_are_those_by_which_all_wait_least(on_one_s: float,
     [(0.002, 0.001, SIDE_BY_SIDE), (0.0005, 0.001, FIRST_ALONE), (0.002, 0.1, FIRST_ALONE), (0.1, 0.1, SIDE_BY_SIDE)],
 )
 def test_a_state_is_moved_only_where_that_pays(move_s: float, on_two_s: float, expected: Teams) -> None:
-    """The move costs both jobs its time. The second rank spares all of them 1.6 ms in all where steps take one, and a
-    hundred times that where these do."""
+    """The move costs both jobs its time. The second rank saves 1.6 ms in all if steps take 1 ms, and a hundred times
+    that if they take 100."""
     assert teams(1.72 * on_two_s, on_two_s, run=False, gang=replace(GANG, move_s=move_s)) == expected

@@ -1,4 +1,4 @@
-"""What the gang's tests check again and again."""
+"""Checks that the gang's tests share."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def assert_equal(left: torch.Tensor, right: torch.Tensor) -> None:
 
 
 async def assert_unharmed(gang: Gang, job_id: str) -> None:
-    """The next job equals its reference, and the ranks hold nothing when it is done."""
+    """Check that the next job equals its reference and the ranks hold nothing when it is done."""
     request = FakeRequest(seed=7, num_steps=4)
     assert_equal(await latents(gang, fake_job(job_id, request)), reference_latents(request))
     async with asyncio.timeout(PATIENCE_S):
@@ -33,7 +33,7 @@ async def assert_unharmed(gang: Gang, job_id: str) -> None:
 
 
 def metric(name: str, **labels: str) -> float:
-    """What this process has counted under ``name``; 0 if nothing."""
+    """Return this process's count under ``name``, or 0."""
     return REGISTRY.get_sample_value(name, labels) or 0.0
 
 
@@ -42,7 +42,7 @@ async def warm_up(gang: Gang) -> None:
 
 
 async def outcome_of(gang: Gang, job: Job, steps: list[int]) -> GangBrokenError:
-    """What a job ends with. The steps that are done meanwhile go into ``steps``."""
+    """Return the error that the job ends with. Append the steps done meanwhile to ``steps``."""
     try:
         async for event in submit(gang, job):
             assert isinstance(event, Progress), "the job ended well"
@@ -53,7 +53,7 @@ async def outcome_of(gang: Gang, job: Job, steps: list[int]) -> GangBrokenError:
 
 
 async def jobs_in_flight(gang: Gang, request: FakeRequest, *, after_step: int) -> Outcomes:
-    """One job that has done ``after_step``, and two that wait."""
+    """Start three jobs. Return them when one has done ``after_step`` and two wait."""
     steps: list[int] = []
     jobs = [fake_job(f"job{i}", request, shape="shape") for i in range(3)]
     tasks = [asyncio.ensure_future(outcome_of(gang, job, steps)) for job in jobs]
@@ -62,7 +62,7 @@ async def jobs_in_flight(gang: Gang, request: FakeRequest, *, after_step: int) -
 
 
 async def assert_breaks_for_everyone(gang: Gang, tasks: Outcomes) -> str:
-    """All open jobs, health checks and later jobs learn of it; no process is left. The reason."""
+    """Check that all open jobs, health checks and later jobs fail and no process is left. Return the reason."""
     errors = await asyncio.gather(*tasks)
     assert [error.in_flight for error in errors].count(True) == 1, "the others merely waited"
     assert len({error.reason for error in errors}) == 1

@@ -1,6 +1,6 @@
-"""A denoiser small enough to run by hand, which exchanges something at every step: a missing rank shows in its result.
+"""A small denoiser that exchanges data at every step, so that a missing rank shows in its result.
 
-Faults are asked for by the request and happen in the engine, so the product needs no hooks for them.
+The request asks for faults, and the engine raises them: the product needs no hooks for them.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Fault = Literal["exit", "hang", "error", "value_error", "job_failed"]
 class FakeRequest:
     """``fault`` strikes in the engine at ``fault_step``, on ``fault_rank`` or on all ranks.
 
-    Every rank appends a line with its pid to the file ``trace`` for each step that it has done. No step goes on before
-    there is a file ``gate``; ``awaited(gate)`` is there as soon as one waits for it.
+    After each step every rank appends a line with its pid to the file ``trace``. No step goes on before the file
+    ``gate`` exists; ``awaited(gate)`` exists once a step waits for it.
     """
 
     seed: int
@@ -57,7 +57,7 @@ class FakeState:
 
 
 def predict_whole(x_L: Tensor, conditioning_L: Tensor) -> Tensor:
-    """What the engine computes in slices."""
+    """Compute what the engine computes in slices."""
     return torch.sin(3 * x_L) + conditioning_L
 
 
@@ -97,7 +97,7 @@ class FakeSampler:
 class FakeEngine:
     """Each rank of a team computes its slice of the prediction; the sum over the team is the whole, to the bit.
 
-    A size of team and a length of the prediction are warm once they have run.
+    A team size and prediction length are warm once they have run.
     """
 
     estimates = None
@@ -152,7 +152,7 @@ class FakeEngine:
 
 
 class FakeAdditions:
-    """Loads what has a name, on rank 1 nothing that is bad."""
+    """Loads any source, except that rank 1 refuses those that start with "bad"."""
 
     def __init__(self, context: RankContext) -> None:
         self._rank = context.rank
@@ -179,7 +179,7 @@ def wait_for_file(path: str | None) -> None:
 
 
 def awaited(path: str | Path) -> Path:
-    """The file that ``wait_for_file`` makes."""
+    """Return the path of the file that ``wait_for_file`` makes."""
     return Path(f"{path}.awaited")
 
 
@@ -207,7 +207,7 @@ def load_fake(context: RankContext) -> BuildRank:
 def load_fake_failing_on_rank_1(context: RankContext) -> BuildRank:
     if context.rank == 1:
         raise ValueError("no such checkpoint")
-    dist.barrier()  # for ever: rank 1 is not coming
+    dist.barrier()  # blocks for ever: rank 1 never arrives
     return load_fake(context)
 
 
@@ -225,7 +225,7 @@ def fake_job(job_id: str, request: FakeRequest, **fields: Any) -> Job:
 
 
 def reference_latents(request: FakeRequest, conditioning_L: Tensor = CONDITIONING_L) -> Tensor:
-    """The same maths in one process, without engine, team or plan."""
+    """Compute the same in one process, without engine, team or plan."""
     x_L = torch.randn(conditioning_L.shape, generator=torch.Generator().manual_seed(request.seed))
     for _ in range(request.num_steps):
         x_L = x_L - 0.1 * predict_whole(x_L, conditioning_L)

@@ -1,4 +1,4 @@
-"""What the gang's tests share: starting gangs, running jobs to their end, and looking for leaks."""
+"""Start gangs, run jobs to their end, and look for leaks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.engines.gang.support.set_clock import SetClock
 from tests.support.patience import PATIENCE_S
 
 PYTHON = forking_python("model")
-"""Ranks import torch, which the cluster's zygote has."""
+"""Ranks fork from the cluster's zygote, which has imported torch."""
 
 
 @contextmanager
@@ -41,9 +41,9 @@ def group_for(config: GangConfig) -> Iterator[PlacementGroup]:
 async def gang_of(
     config: GangConfig, clock: Clock | None = None, step_times: StepTimes | None = None
 ) -> AsyncIterator[Gang]:
-    """A gang of fakes in a placement group of its own; nothing of either is left behind.
+    """Start a gang of fakes in a placement group of its own, and check that neither leaves anything behind.
 
-    Unless ``clock`` moves no deadline passes, so that a busy machine breaks no gang.
+    Without ``clock`` no deadline passes, so that a busy machine breaks no gang.
     """
     with group_for(config) as group:
         options: dict[str, Any] = {
@@ -62,7 +62,7 @@ async def gang_of(
 
 
 async def submit(gang: Gang, job: Job) -> AsyncGenerator[JobEvent, None]:
-    """The events of a job one by one, without ``JobQueued``."""
+    """Yield the events of a job one by one, without ``JobQueued``."""
     async with aclosing(gang.submit_grouped(job, every_s=0.0)) as groups:
         async for group in groups:
             for event in group:
@@ -75,7 +75,7 @@ async def run(gang: Gang, job: Job) -> list[JobEvent]:
 
 
 async def held_jobs(gang: Gang) -> list[tuple[str, ...]]:
-    """The jobs that each rank has a state of, also while it computes."""
+    """Return the jobs whose state each rank holds, also while it computes."""
     asked = [rank.__ray_call__.options(concurrency_group="admission") for rank in gang._ranks]
     held: list[tuple[str, ...]] = await asyncio.gather(
         *(one.remote(lambda rank: rank._runner.job_ids) for one in asked)
@@ -111,7 +111,7 @@ def num_free_cpus() -> float:
 
 
 async def eventually(holds: Callable[[], object]) -> None:
-    """Returns once ``holds()``. AssertionError after ``PATIENCE_S``."""
+    """Wait until ``holds()``. Raise AssertionError after ``PATIENCE_S``."""
     deadline_s = time.monotonic() + PATIENCE_S
     while not holds():
         assert time.monotonic() < deadline_s, f"not within {PATIENCE_S:g} s"

@@ -13,7 +13,7 @@ from engines.gang.policies.policy import POLICIES
 
 
 def policies_and_gangs() -> list[Any]:
-    """Each policy, and whether teams change. The quick tests have every policy where they do, and one where not."""
+    """Return each policy with fixed and elastic teams. Quick tests run all policies elastic, and one fixed."""
     first, *_ = POLICIES
     return [
         pytest.param(policy, elastic, marks=[] if elastic or policy == first else [pytest.mark.slow])
@@ -37,7 +37,7 @@ def scheduler(num_ranks: int = 4, max_running_jobs: int = 4, **options: object) 
 
 
 def num_steps_left(scheduler: Scheduler) -> dict[str, int]:
-    """Steps not yet planned, per job."""
+    """Return the number of unplanned steps per job."""
     return {job_id: entry.num_left for job_id, entry in scheduler._entries.items()}
 
 

@@ -1,4 +1,4 @@
-"""A Serve deployment with a gang in its replica's placement group, as the application's denoiser has one."""
+"""A Serve deployment with a gang in its replica's placement group, like the application's denoiser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GangHost:
                 yield event
 
     async def pids(self) -> tuple[int, ...]:
-        """The replica's, then the ranks'."""
+        """Return the pids of the replica and its ranks."""
         return (os.getpid(), *(info.pid for info in self._gang.infos))
 
     async def held_jobs(self) -> list[tuple[str, ...]]:

@@ -1,4 +1,4 @@
-"""A gang's clock that a test sets, and ranks that are not there, whose steps last as long by it as the test says."""
+"""A gang's clock that a test sets, and simulated ranks whose step times the test sets."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from engines.gang.gang_config import Clock
 from engines.gang.jobs.step_plan import StepPlan, StepReport
 
 NUM_TURNS = 20
-"""Of the event loop: more than a message within a gang passes through."""
+"""Turns of the event loop: more than a message within a gang passes through."""
 
 
 class SetClock(Clock):
-    """Stands still but for ``advance``, however long the machine takes."""
+    """Stands still except in ``advance``, however long the machine takes."""
 
     def __init__(self) -> None:
         self._now_s = 1000.0
@@ -34,20 +34,20 @@ class SetClock(Clock):
         return timeout
 
     async def advance(self, by_s: float) -> None:
-        """Timeouts that end meanwhile end one after the other, each at its own time."""
+        """Advance the clock. Timeouts that end meanwhile end one after the other, each at its own time."""
         end_s = self._now_s + by_s
         while due := [entry for entry in self._timeouts if entry[0] <= end_s]:
             first = min(due, key=lambda entry: entry[0])
             self._timeouts.remove(first)
             self._now_s = first[0]
-            with suppress(RuntimeError):  # what it was for is over
+            with suppress(RuntimeError):  # its scope has ended
                 first[1].reschedule(asyncio.get_running_loop().time())
             await settled()
         self._now_s = end_s
 
 
 async def settled() -> None:
-    """Returns when tasks of this event loop that wait for nothing else have gone on."""
+    """Wait until the tasks of this event loop that wait for nothing else have gone on."""
     for _ in range(NUM_TURNS):
         await asyncio.sleep(0)
 
@@ -65,7 +65,7 @@ class SetRanks:
 
     @property
     def num_sent(self) -> int:
-        """The steps that rank 0 has before it, the one that it works on among them."""
+        """Return the number of steps that rank 0 has queued, including the running one."""
         return len(self._at_work[0])
 
     def _begin(self, rank: int, plan: StepPlan, num_returns: int) -> Any:
@@ -74,7 +74,7 @@ class SetRanks:
         return refs if num_returns > 1 else refs[0]
 
     async def finish_step(self, step_s: float, **told: Any) -> None:
-        """The oldest step ends on all ranks, ``step_s`` from now. ``told`` are fields of their reports."""
+        """End the oldest step on all ranks, ``step_s`` from now. ``told`` are fields of their reports."""
         await self._clock.advance(step_s)
         for rank, plans in enumerate(self._at_work):
             plan, (report, *latents) = plans.popleft()
@@ -87,8 +87,8 @@ class SetRanks:
 
 
 def actor(send: Callable[[StepPlan, int], Any], answer: Callable[[], Any]) -> SimpleNamespace:
-    """What a gang calls of a rank: a plan goes to ``send`` with the number of its results, ``answer`` answers all else;
-    that it is watched never ends."""
+    """Return what a gang calls of a rank. A plan goes to ``send`` with the number of its results, and ``answer``
+    answers all else; ``watch`` never ends."""
 
     def execute(num_returns: int) -> SimpleNamespace:
         return remote(lambda plan: send(plan, num_returns))

@@ -25,18 +25,18 @@ from tests.engines.gang.support.virtual_time import GpuRanks, virtual_gang
 NUM_RANKS = 4
 STEPS = {"small": {1: 0.035, 2: 0.021, 4: 0.013}, "large": {1: 0.730, 2: 0.398, 4: 0.183}}
 REBUILD_S, NOTICED_S = 1.0, 0.01
-"""From the end of a gang until there is another, and until whoever asks for one does not get the broken one."""
+"""Time from one gang's end to the next gang, and until callers no longer get the broken one."""
 OVER_WITHIN_S, SETTLED_S = 600.0, 20.0
-"""Many times as long as everything takes, and as what is under way takes to end, by the clock of the loop."""
+"""Many times what the whole run takes, and what work under way takes to end, by the loop's clock."""
 MAX_BROKEN_GANGS = 2
-"""That a job was under way in; then its client is told so."""
+"""A job that was running in this many broken gangs fails, and its client gets the error."""
 
 End = Literal["answered", "refused", "given up", "left"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Client:
-    """Comes ``at_s`` with a job. It goes away after ``leaves_after_s`` or, if that comes first, after a step."""
+    """Arrives ``at_s`` with a job. It leaves after ``leaves_after_s`` or a step, whichever comes first."""
 
     at_s: float
     job: Job
@@ -45,7 +45,7 @@ class Client:
 
 
 def clients(random: Random, num: int, over_s: float) -> list[Client]:
-    """Of three keys and all tiers; a third go away, and some say when they must be done."""
+    """Return clients of three keys and all tiers; a third leave, and some have deadlines."""
     return [
         Client(
             at_s=random.uniform(0.0, over_s),
@@ -74,7 +74,7 @@ def _job(random: Random, name: str) -> Job:
 
 
 def known_times() -> StepTimes:
-    """As after a first load, so that finishes are predicted and deadlines held against jobs."""
+    """Return step times as after a first load, so that finishes are predicted and deadlines checked."""
     known = StepTimes()
     for shape, by_size in STEPS.items():
         for size, step_s in by_size.items():
@@ -86,7 +86,7 @@ def known_times() -> StepTimes:
 
 @dataclass(kw_only=True)
 class Storm:
-    """One gang after another on ranks of its own. ``ends`` has what each client was told."""
+    """Runs one gang after another on ranks of its own. ``ends`` has each client's outcomes."""
 
     config: GangConfig
     shapes: dict[str, Any]
@@ -106,7 +106,7 @@ class Storm:
         self.ranks.die(rank)
 
     async def weather(self, coming: Sequence[Client], deaths_s: Sequence[tuple[float, int]]) -> None:
-        """Returns when all clients have gone. At each time of ``deaths_s`` a rank of the gang that is there dies."""
+        """Return when all clients have gone. At each time of ``deaths_s`` a rank of the running gang dies."""
         loop = asyncio.get_running_loop()
         await self._is_ready.wait()
         for at_s, rank in deaths_s:
@@ -137,7 +137,7 @@ class Storm:
         self.ends.setdefault(client.job.job_id, []).append(end)
 
     async def _asked(self, client: Client) -> End:
-        """Asks again where a gang has broken, as the studio does: alone, if the job may be the cause."""
+        """Retry when a gang has broken, like the service: alone, if the job may be the cause."""
         num_broken = 0
         while num_broken < MAX_BROKEN_GANGS:
             await self._is_ready.wait()
@@ -170,7 +170,7 @@ class Storm:
 
 @contextmanager
 def nothing_to_kill() -> Iterator[None]:
-    """Ranks that are not there have no processes."""
+    """Disable killing: simulated ranks have no processes."""
     with pytest.MonkeyPatch.context() as patch:
         for module in (driver_module, gang_module):
             patch.setattr(module, "kill_ranks", lambda _: None)

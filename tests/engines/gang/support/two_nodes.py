@@ -1,4 +1,4 @@
-"""Run by ``test_two_nodes.py`` in a process of its own, since a process has one cluster: prints the ranks' nodes."""
+"""Print the ranks' nodes. ``test_two_nodes.py`` runs this in a process of its own, since a process has one cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An event loop whose time passes only while all wait, and ranks that work as those with GPUs do."""
+"""An event loop whose time passes only while all tasks wait, and ranks that work like those with GPUs."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ from tests.engines.gang.support.set_clock import actor, remote
 T = TypeVar("T")
 
 LOOK_S = 2e-4
-"""The clock goes on by up to so much with every look at it."""
+"""The clock advances by up to this much with every look at it."""
 EARLY_S = 1e-3
-"""Timers of uvloop, which Ray Serve runs on, count whole milliseconds: some come before their time."""
+"""Timers of uvloop, which Ray Serve runs on, count whole milliseconds: some end early."""
 THREADS_S = 5.0
-"""Of real time, in which a thread that a task waits for will have done its work."""
+"""Real time in which a thread that a task waits for will have done its work."""
 ROUNDING_S = 1e-9
-"""Sums of times may differ by so much."""
+"""Sums of times may differ by this much."""
 CALL_S, LAUNCH_S, MOVE_S = 0.0005, 0.002, 0.0012
-"""From one process to another, a step's calls on a rank, and a job's state from rank to rank."""
+"""Times of a call between processes, of a step's launch on a rank, and of moving a job's state."""
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """RuntimeError where all tasks wait and no time is what they wait for: they would wait for ever."""
+    """Raises RuntimeError if all tasks wait and none waits for a time: they would wait for ever."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -79,7 +79,7 @@ class VirtualClock(Clock):
 
 
 class VirtualMark:
-    """What ``torch.cuda.Event`` is on a device that will have done all that it was given by ``ends_s[rank]``."""
+    """Stands for ``torch.cuda.Event`` on a device that has done its work at ``ends_s[rank]``."""
 
     def __init__(self, ends_s: list[float], rank: int) -> None:
         self._ends_s, self._rank, self._at_s = ends_s, rank, 0.0
@@ -99,13 +99,12 @@ class VirtualMark:
 
 
 class GpuRanks:
-    """Actors of ranks. A step of a job takes ``steps[its shape][size of its team]`` seconds on the devices of a team,
-    from when all of them have been given it and have done what they were given before. A rank reports of a step when
-    the one before it has ended, and of one whose latents it hands out when that has: these are the ``JobStep`` that
-    they are of. What it tells of times is what ``CudaStepTimer`` makes of its device's marks. ``shapes`` are those of
-    jobs, or functions of the step, ``plans`` those that were sent, to dead ranks as well, each once. ``rank_s`` is how
-    long devices were at each job's steps, all of a team added up. ``launch_s`` are the seconds of a step's calls, while
-    the device is in the step already."""
+    """Actors of ranks. A step takes ``steps[its shape][size of its team]`` seconds on the devices of a team. It begins
+    when all devices have it and have done their earlier work. A rank reports a step when the one before it has ended,
+    or, if it emits latents, when it has ended. The reported times are those of ``CudaStepTimer`` on marks of its
+    device. ``shapes`` has the shape of each job, or a function of the step. ``plans`` are the plans sent, to dead ranks
+    as well, each once. ``rank_s`` adds up device time by job, over all of a team. ``launch_s`` is the time of a step's
+    calls, while the device is in the step already."""
 
     def __init__(
         self,
@@ -124,7 +123,7 @@ class GpuRanks:
         self._tasks = [asyncio.ensure_future(self._work(rank)) for rank in range(num_ranks)]
         self._is_dead = [False] * num_ranks
         self._asked: list[list[asyncio.Future[Any]]] = [[self._loop.create_future()] for _ in range(num_ranks)]
-        """What each rank has been asked and may still answer; first, whether it lives."""
+        """The open calls of each rank; the first future says whether it lives."""
         self.plans: dict[int, StepPlan] = {}
         self.actors = [self._actor(rank) for rank in range(num_ranks)]
 
@@ -133,7 +132,7 @@ class GpuRanks:
             task.cancel()
 
     def die(self, rank: int) -> None:
-        """Its process ends: whoever has asked it something hears so, and its peers wait for it in their exchanges."""
+        """End its process: its open calls fail, and its peers wait for it in their exchanges."""
         self._is_dead[rank] = True
         self._tasks[rank].cancel()
         for future in self._asked[rank]:
@@ -185,7 +184,7 @@ class GpuRanks:
                 self._loop.call_later(CALL_S, _settle, each, job_step)
 
     async def _make(self, plan: StepPlan) -> float:
-        """Returns the milliseconds that each move takes the rank, which waits for the others."""
+        """Return the milliseconds that each move takes the rank, which waits for the others."""
         if not plan.moves:
             return 0.0
         started_s = self._loop.time()
@@ -199,11 +198,11 @@ class GpuRanks:
         step_s = max(self._launch_s, self._steps[shape(job_step.step) if callable(shape) else shape][len(ranks)])
         for rank in ranks:
             self._device_ends_s[rank] = begin_s + step_s
-        self.rank_s[job_step.job_id] += step_s  # by each rank of the team
+        self.rank_s[job_step.job_id] += step_s  # added once for each rank of the team
         return begin_s + step_s
 
     async def _met(self, key: Any, num_ranks: int, ready_s: float) -> float:
-        """Returns, once as many have come, when the last of them has, or is ready."""
+        """Return, once ``num_ranks`` have come, the latest time at which one of them is ready."""
         met, came = self._meetings.setdefault(key, (self._loop.create_future(), []))
         came.append(0)
         if len(came) == num_ranks:
@@ -219,7 +218,7 @@ class GpuRanks:
 async def virtual_gang(
     config: GangConfig, ranks: GpuRanks, *, model: str, step_times: StepTimes | None = None
 ) -> AsyncIterator[Gang]:
-    """A gang of these ranks, in teams of all sizes that tile it."""
+    """Start a gang of these ranks, in teams of all sizes that tile it."""
     gang = Gang(
         config,
         ranks.actors,
@@ -237,7 +236,7 @@ async def virtual_gang(
 
 
 def _settle(future: asyncio.Future[Any], answer: Any) -> None:
-    """Unless its rank has died meanwhile, or nobody waits any more."""
+    """Set the answer unless the rank has died or the caller no longer waits."""
     if not future.done():
         future.set_result(answer)
 
@@ -245,4 +244,4 @@ def _settle(future: asyncio.Future[Any], answer: Any) -> None:
 def _fail(future: asyncio.Future[Any]) -> None:
     if not future.done():
         future.set_exception(ActorDiedError())
-        future.exception()  # so that nobody need hear it
+        future.exception()  # marks the exception as retrieved

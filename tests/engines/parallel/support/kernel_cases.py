@@ -1,4 +1,4 @@
-"""Attention calls that every strategy must answer alike, and what the ranks of a gang run to answer them."""
+"""Attention calls that every strategy must answer alike, and the functions that ranks run for them."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ def qkv(case: Case) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def mask_of(case: Case) -> Tensor | None:
-    """The first picture has a short text; the second attends to four tokens alone, all with the last of four ranks."""
+    """Return a mask: the first picture has a short text; the second attends to four tokens, all with the last rank."""
     if not case.masked:
         return None
     mask_BM = torch.ones(BATCH, NUM_TOKENS, dtype=torch.bool)
     mask_BM[0, 3:7] = False
     mask_BM[1, :-4] = False
     if case.causal:
-        mask_BM[1, 0] = True  # which all see
+        mask_BM[1, 0] = True  # all tokens see it
     return mask_BM
 
 
 def prefix_of(case: Case) -> Prefix | None:
-    """The text sees what came before; then six tokens see each other, two more what came before, and the rest all."""
+    """Return a prefix: the text sees earlier tokens; then six see each other, two see earlier ones, the rest all."""
     if not case.causal:
         return None
     reach_L = torch.arange(1, NUM_TOKENS + 1)
@@ -104,7 +104,7 @@ def every_answer(num_ranks: int, broken: str) -> dict[tuple[str, str], tuple[Ten
 
 
 def attend(kernel: Kernel, case: Case, num_ranks: int) -> tuple[Tensor, Tensor]:
-    """My rows of the result, without padding."""
+    """Return this rank's rows of the result, without padding."""
     rank = dist.get_rank()
     mask_BM, prefix = mask_of(case), prefix_of(case)
     mine_BM = None if mask_BM is None else my_chunk(mask_BM, num_ranks, rank)
@@ -128,7 +128,7 @@ def team_of(strategy: str, num_ranks: int) -> Team:
 
 
 def sizes_sent(strategy: str, names: tuple[str, ...]) -> dict[str, int]:
-    """By case, how many heads of a token leave a rank in one exchange on the way to attention."""
+    """Return by case how many heads of a token leave a rank in one exchange before attention."""
     sent = {}
     for name in names:
         numbers: list[int] = []
@@ -142,7 +142,7 @@ def sizes_sent(strategy: str, names: tuple[str, ...]) -> dict[str, int]:
 
 @contextmanager
 def recorded(numbers: list[int]) -> Iterator[None]:
-    """Notes the number of elements of each exchange that begins."""
+    """Record the number of elements of each exchange that begins."""
     with ExitStack() as stack:
         for module, name in (
             (uly, "all_to_all"),
@@ -170,7 +170,7 @@ def compiled(strategy: str, name: str) -> Tensor:
 
 @contextmanager
 def left_out(broken: str, strategy: str) -> Iterator[None]:
-    """``broken``: what a strategy exchanges ("exchange"), masks and places alone ("masks"), or nothing."""
+    """Disable what ``broken`` names: a strategy's exchange ("exchange"), its masks and places ("masks"), or nothing."""
     if not broken:
         yield
         return

@@ -1,4 +1,4 @@
-"""The engine cache: keys, damage, interrupted writes, and two processes that want the same engine."""
+"""The engine cache handles keys, damage, interrupted writes, and two processes that want the same engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exports on disk: the same engine again, made once however many ask, never read when damaged or of another model."""
+"""An export on disk gives the same engine, is made once, and is not read if damaged or foreign."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, reference
 
 CPU = torch.device("cpu")
 WAN = Key(family="wan", strategy="ulysses", num_ranks=2, dtype="fp32")
-"""The export of most tests, which is made once: none changes it."""
+"""The export of most tests, which is made once and never changed."""
 
 
 @pytest.mark.parametrize("family", [pytest.param("flux", marks=pytest.mark.slow), "wan"])
@@ -49,7 +49,7 @@ def test_what_is_read_again_predicts_the_same(exports: Exports, family: str) -> 
 
 
 def test_weights_stay_out_of_the_file_and_are_bound_when_it_is_read(exports: Exports) -> None:
-    """Another checkpoint's weights go into what runs in torch, too (the patch embedding of this model)."""
+    """Another checkpoint's weights reach the parts that run in torch, too (this model's patch embedding)."""
     specimen = SPECIMENS["wan"]
     model, inputs = specimen.model(), specimen.inputs()
     data = write_export(exports(WAN).exported)
@@ -71,7 +71,7 @@ def test_segments_of_a_ring_are_kept_too(ring: Ring) -> None:
 
 
 class Counted:
-    """``Exporter`` over one model, with the exports that it asks for counted and not traced: each is ``made``."""
+    """An ``Exporter`` over one model that counts its exports and returns ``made`` instead of tracing."""
 
     def __init__(self, model: DenoiserModel, made: EngineExport, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_exports, self.folder = 0, folder
@@ -130,7 +130,7 @@ def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch:
 
 
 def as_if(data: bytes, flag: str) -> bytes:
-    """With one or two bits turned where the archive's directory says how its first member is written."""
+    """Return ``data`` with bits flipped in the archive's directory, where the first member's form is declared."""
     place, value = {"encrypted": (8, 1), "deflated": (10, 8), "of another kind": (10, 64)}[flag]
     turned = bytearray(data)
     turned[data.rindex(b"PK\1\2", 0, data.rindex(b"export.json")) + place] = value

@@ -1,4 +1,4 @@
-"""A failed export or build ends with a sentence: which model, what works; TensorRT's words are the cause."""
+"""The error of a failed export or build names the model and what works; TensorRT's words are the cause."""
 
 from __future__ import annotations
 

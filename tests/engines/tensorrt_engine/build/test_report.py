@@ -1,4 +1,4 @@
-"""What ``troupe build-engine`` calls."""
+"""The functions behind ``troupe build-engine``."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_build_engine_says_what_the_file_holds(tmp_path: Path, num_buckets: int)
 @pytest.mark.slow
 @pytest.mark.parametrize("flag", ["weight_streaming", "strip_weights"])
 def test_weight_flags_build_or_say_why_not(tmp_path: Path, flag: str) -> None:
-    """Stripping needs a GPU at build time in TensorRT-RTX 1.7; a version that lifts that fails here."""
+    """Stripping needs a GPU at build time in TensorRT-RTX 1.7; this fails once a version does not."""
     model, buckets = bf16_specimen("wan")
     config = TensorRTConfig(strategy="allgather_kv", options=TensorRTOptions(cache_dir=tmp_path, weights="constants"))
     with nullcontext() if flag == "weight_streaming" else pytest.raises(BuildError):

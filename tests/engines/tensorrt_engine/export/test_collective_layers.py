@@ -1,4 +1,4 @@
-"""What the installed TensorRT builds of each collective, and what it refuses.
+"""The installed TensorRT builds each collective, with known limits.
 
 The refusals are asserted too: a version that lifts a limit fails here, and the limit can then be taken out of
 ``engines/tensorrt_engine``.
@@ -31,8 +31,8 @@ ROOTED_DTYPES = ("FLOAT", "FLOAT16", "INT32", "BOOL")
 
 
 def symmetric_cases() -> list[Any]:
-    """Every operation in every dtype, for two and for four ranks, and for both targets. Each operation and each dtype
-    meets every target with every size in every run, but not all three at once."""
+    """Return every operation in every dtype, for two and four ranks and both targets. In quick runs each operation and
+    dtype meets every target with every size, but not all three at once."""
     cases = []
     for (row, operation), (column, dtype) in itertools.product(enumerate(SYMMETRIC), enumerate(DTYPES)):
         for (place, num_ranks), (number, target) in itertools.product(enumerate(SIZES), enumerate(TARGETS)):
@@ -63,7 +63,7 @@ def test_every_reduction_builds_a_file_of_its_own(build_file: Build, operation: 
 
 
 def rooted_cases() -> list[Any]:
-    """Every operation in every dtype, each operation and each dtype for both targets."""
+    """Return every operation in every dtype; each operation and each dtype meets both targets."""
     cases = []
     for (row, operation), (column, dtype) in itertools.product(enumerate(ROOTED), enumerate(ROOTED_DTYPES)):
         for number, target in enumerate(TARGETS):
@@ -107,7 +107,7 @@ def test_groups_are_dropped_in_silence(build_file: Build, operation: str) -> Non
 
 
 def test_a_rebuild_is_byte_identical(build_file: Build) -> None:
-    """The premise of the test above: equal files mean equal networks."""
+    """The test above relies on this: equal files mean equal networks."""
     network = collective_network(collective("all_to_all"), "FLOAT16")
     assert build(network, BuildOptions(target=Target.parse("sm89"))).engine_file == build_file(network)
 

@@ -1,4 +1,4 @@
-"""The meaning we give a ``DistCollective`` node is torch.distributed's, run here with Gloo on four ranks."""
+"""A ``DistCollective`` node means the same as torch.distributed, run here with Gloo on four ranks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def with_gloo(group: Any, what: Collective, x: torch.Tensor, rank: int) -> torch
 
 
 def on_ranks(body: Callable[[Any, int], torch.Tensor]) -> list[torch.Tensor]:
-    """Ranks as threads, each with a Gloo group of its own over one store."""
+    """Run ranks as threads, each with a Gloo group of its own over one store. Return their results."""
     store, results = dist.HashStore(), [torch.empty(0)] * NUM_RANKS  # type: ignore[attr-defined]
 
     def run(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Models that run through diffusers' blocks as engines: each rank's answer, what the graph holds."""
+"""Models that run through diffusers' blocks work as engines: each rank's answer, and the graph's content."""
 
 from __future__ import annotations
 

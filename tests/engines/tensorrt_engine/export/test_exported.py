@@ -1,4 +1,4 @@
-"""Exported engines against the unsharded model, for every strategy: numbers on all ranks, and what is built."""
+"""Exported engines equal the unsharded model on all ranks for every strategy, and can be built."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.engines.tensorrt_engine.support.engine_file import num_ranks_of
 from tests.engines.tensorrt_engine.support.zoo import SPECIMENS, cast, reference
 
 CONTROL = 20
-"""How many times a prediction with exchanges broken must miss the reference by more than a good one."""
+"""Factor by which a prediction with broken exchanges must exceed the error of a good one."""
 
 
 @functools.cache
@@ -47,10 +47,9 @@ def test_every_rank_predicts_what_one_device_does(exports: Exports, key: Key) ->
 def test_control_broken_exchanges_are_seen(exports: Exports, key: Key) -> None:
     """With every exchange of the blocks broken the error is ``CONTROL`` times the tolerance.
 
-    With a single one broken, the last, it depends on what that one carries: a sum of one MLP beside the residual stream
-    of all blocks, in tensor parallelism, moves the prediction by 10 %, whatever the precision. That is 20 times what
-    half precision allows, or a little less; so a single one is measured against the good run's own error, which it must
-    exceed ``CONTROL`` times, and against the tolerance, which it must exceed clearly, or the test above sees nothing.
+    With only the last one broken it depends on what that exchange carries. In tensor parallelism one MLP's sum beside
+    all blocks' residual stream moves the prediction by 10 %. Half precision tolerates a twentieth of this, or a little
+    more. So a single one must exceed the good run's error ``CONTROL`` times, and the tolerance clearly.
     """
     case, whole = exports(key), expected(key.family)
     inputs = cast(SPECIMENS[key.family], SPECIMENS[key.family].inputs(), DTYPES[key.dtype])
@@ -78,7 +77,7 @@ HALVES = {int(ir.DataType.BFLOAT16): int(ir.DataType.FLOAT16)}
 
 
 def nodes(graph: EngineGraph) -> list[tuple[object, ...]]:
-    """Every node with what it reads and is told: half precisions alike, without clips, results by number."""
+    """Return every node with its inputs and attributes: half precisions alike, without clips, results by number."""
     made: dict[ir.Value | None, object] = {}
     found: list[tuple[object, ...]] = []
     for node in graph.model.graph:
@@ -95,8 +94,8 @@ def nodes(graph: EngineGraph) -> list[tuple[object, ...]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("key", params(dtypes=("bf16",)))
 def test_bfloat16_has_the_graph_of_float16(exports: Exports, key: Key) -> None:
-    """onnxruntime has no bfloat16 on a CPU. What the graph computes in float16 is shown above; it is the same graph,
-    but that diffusers clips float16 at its largest number.
+    """onnxruntime has no bfloat16 on a CPU. The float16 graph is tested above; the bfloat16 graph differs only in that
+    diffusers clips float16 at its largest number.
     """
     half, brain = (exports(replace(key, dtype=dtype)).exported.graph for dtype in ("fp16", "bf16"))
     assert nodes(half) == nodes(brain)
@@ -118,7 +117,7 @@ def test_builds_with_its_collectives_and_fused_attention(
 @pytest.mark.parametrize("strategy", ["ulysses", "allgather_kv", "hybrid", "tensor"])
 @pytest.mark.parametrize("family", ["flux", "wan"])
 def test_dynamic_batch_and_sequence(build_file: Build, family: str, strategy: str) -> None:
-    """One graph, two sizes, one engine file with one profile over both or with one for each."""
+    """One graph serves two sizes, with one profile over both or one for each."""
     specimen = SPECIMENS[family]
     model, buckets = specimen.model(), specimen.buckets()
     case = export_case(model, buckets[0], ParallelSpec.of(strategy, 4), dynamic=varying_dims(buckets))
@@ -148,7 +147,7 @@ def test_constants_and_tensor_parallelism_exclude_each_other() -> None:
 
 
 def test_the_graph_is_the_same_on_every_rank(exports: Exports) -> None:
-    """No rank in it: exports made as rank 0 and as rank 3 are equal byte for byte."""
+    """It depends on no rank: exports made as rank 0 and as rank 3 are equal byte for byte."""
     key = Key(family="flux", strategy="ulysses", num_ranks=4, dtype="fp32")
     specimen = SPECIMENS["flux"]
     with offline_team(key.spec, rank=3) as team:
@@ -163,7 +162,7 @@ def test_an_exchange_within_a_group_cannot_be_exported() -> None:
 
 
 def exchanging(axis: Axis) -> GraphModule:
-    """One exchange, traced as ``trace`` traces a model."""
+    """Return one exchange, traced as in ``trace``."""
 
     class Exchange(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -184,7 +183,7 @@ def test_groups_cannot_be_exported() -> None:
 
 @pytest.mark.slow
 def test_one_head_per_rank_in_half_precision_is_not_fused(exports: Exports, build_file: Build) -> None:
-    """Why the configuration asks for two heads per rank: bf16 builds all the same, and silently unfused."""
+    """The configuration asks for two heads per rank because bf16 builds with one, silently unfused."""
     specimen = SPECIMENS["flux"]
     model = specimen.model()
     for module in model.modules.values():

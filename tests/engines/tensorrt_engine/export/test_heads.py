@@ -25,7 +25,7 @@ FLUX = SPECIMENS["flux"]
 
 
 def with_key_heads(model: DenoiserModel, number: int) -> DenoiserModel:
-    """As if the model had so many key heads: the first ones."""
+    """Return the model with the first ``number`` key heads only."""
 
     def set_kernel(module: nn.Module, kernel: Kernel) -> None:
         model.set_kernel(module, typing.cast("Kernel", lambda q, k, v: kernel(q, k[:, :, :number], v[:, :, :number])))
@@ -44,7 +44,7 @@ def with_key_heads(model: DenoiserModel, number: int) -> DenoiserModel:
     ],
 )
 def test_every_rank_predicts_what_one_device_does(strategy: str, num_ranks: int, key_heads: int) -> None:
-    """Eight query heads on three ranks are three each, one of zeros."""
+    """Eight query heads on three ranks are three each, with one of zeros."""
     model, inputs = with_key_heads(FLUX.model(), key_heads), FLUX.inputs()
     case = export_case(model, inputs, ParallelSpec.of(strategy, num_ranks))
     expected = reference(with_key_heads(FLUX.model(), key_heads), inputs)

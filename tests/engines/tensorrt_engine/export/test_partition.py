@@ -1,4 +1,4 @@
-"""Forwards that torch runs and TensorRT does not take as they are: what the core leaves to torch, and what it drops."""
+"""Some forwards run in torch but not in TensorRT unchanged: the core leaves parts to torch, and drops others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ WIDTH = 4
 
 
 class Squeezed(nn.Module):
-    """Takes dims away that are not 1, which torch leaves as they are, and one that is."""
+    """Squeezes dims that are not 1, which torch leaves unchanged, and one that is."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Squeezed(nn.Module):
 
 
 class Summed(nn.Module):
-    """Adds what a linear makes at places that are an input."""
+    """Adds a linear's output at places that are an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def test_a_squeeze_of_a_dim_that_stays_is_dropped(build_file: Build) -> None:
 
 
 def test_sums_at_named_places_are_made_in_torch(build_file: Build) -> None:
-    """The linear that they need is torch's as well, and the one behind them the engine's."""
+    """The linear whose output they add is torch's as well; the one behind them is the engine's."""
     module = Summed()
     inputs = {"x": torch.randn(5, WIDTH), "time": torch.randn(3, WIDTH), "places": torch.tensor([1, 3, 3])}
     parts = parts_of(module, inputs)

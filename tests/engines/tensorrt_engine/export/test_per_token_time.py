@@ -29,7 +29,7 @@ def model() -> DenoiserModel:
 
 
 def inputs(batch: int, frames: int, height: int, width: int) -> dict[str, Tensor]:
-    """Some tokens are clean already, as with a first frame that is given: their timestep is 0."""
+    """Return inputs with some clean tokens, as with a given first frame: their timestep is 0."""
     num_tokens = frames * (height // 2) * (width // 2)
     is_clean = torch.rand(batch, num_tokens, generator=torch.Generator().manual_seed(4)) < 0.3
     return wan_inputs(batch, frames, height, width) | {"timestep": torch.where(is_clean, 0.0, 700.0)}
@@ -59,7 +59,7 @@ def test_one_engine_for_two_sizes(has_picture: bool) -> None:
 
 
 def test_two_transformers_share_an_engine_file(tmp_path: Path) -> None:
-    """Weights are inputs, so the engine file of one is that of the other."""
+    """Weights are inputs, so both have the same engine file."""
     first, second = wan_model().modules["transformer"], shaken(wan_model().modules["transformer"], seed=4)
     both = wan.as_denoiser({"transformer": first, "transformer_2": second})
     branch = Branch(inputs=wan_inputs(1, 3, 6, 10))

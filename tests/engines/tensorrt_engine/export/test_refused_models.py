@@ -1,4 +1,4 @@
-"""Models of which no engine can be made: each is refused by its own sentence, and known before there are weights."""
+"""Models without an engine are refused, each with its own message, before any weights exist."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Path], str]] = {
 
 
 SLOW = ("ErnieImageTransformer2DModel", "HeliosTransformer3DModel", "Ideogram4Transformer2DModel")
-"""Z-Image is refused for the same."""
+"""Z-Image covers them in quick runs: it is refused for the same reason."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What ``troupe doctor --tensorrt`` calls."""
+"""The functions behind ``troupe doctor --tensorrt``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def answers(rank: int, answer: Connection, num_ranks: int, folder: str, make_mod
 
 
 def dies(rank: int, answer: Connection, num_ranks: int, folder: str, make_model: MakeModel | None) -> None:
-    """One rank cannot load its engine; the others wait for it in a collective."""
+    """Fail to load the engine on one rank; the others wait for it in a collective."""
     if rank == num_ranks - 1:
         raise EngineRejectedError("out of device memory")
     time.sleep(600)

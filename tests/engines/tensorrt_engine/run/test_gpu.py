@@ -1,4 +1,4 @@
-"""What a GPU shows without TensorRT 11 too: the communicator that an engine gets, a step captured and replayed."""
+"""On a GPU, without TensorRT 11: an engine's communicator, and a step captured and replayed."""
 
 from __future__ import annotations
 

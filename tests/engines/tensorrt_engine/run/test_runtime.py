@@ -1,4 +1,4 @@
-"""The runtime against the real bindings as far as they go without a device, and its own logic against a stand-in."""
+"""The runtime works with the real bindings as far as a CPU allows, and its own logic with a fake."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_the_bindings_have_what_the_runtime_calls() -> None:
 
 
 class FakeContext:
-    """y = x + w, computed at the bound addresses."""
+    """Computes y = x + w at the bound addresses."""
 
     def __init__(self) -> None:
         self.log: list[str] = []

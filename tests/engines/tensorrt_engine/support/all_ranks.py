@@ -68,7 +68,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimulatedEngine(EagerEngine):
-    """An ``Engine``: one engine graph, run for all its ranks at each prediction, and ``rank``'s answer."""
+    """An ``Engine`` with ``rank``'s answer; one engine graph runs for all its ranks at each prediction."""
 
     case: Case
     rank: int = 0

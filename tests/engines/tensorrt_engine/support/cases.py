@@ -1,4 +1,4 @@
-"""The matrix of exports: which are looked at in every run, and which in ``make test-slow`` alone."""
+"""The matrix of exports, and which of them run only in ``make test-slow``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Key:
         return ParallelSpec.of(self.strategy, self.num_ranks)
 
     def collectives(self) -> dict[str, int]:
-        """What the graph and the engine file must hold: per block, and one gather of the prediction."""
+        """Return the collectives of graph and engine file: those of each block, and one gather of the prediction."""
         if self.strategy == "tensor":
             return {"all_reduce": TENSOR_REDUCES[self.family]}
         expected = {"all_gather": 1}
@@ -69,7 +69,7 @@ def params(*, dtypes: tuple[str, ...] = tuple(DTYPES)) -> list[Any]:
 
 
 def for_targets() -> list[Any]:
-    """Each key with both targets; in every run with one of them, so that each precision and family meets both."""
+    """Return each key with both targets; quick runs have one each, so that each precision and family meets both."""
     sm120 = {"flux-allgather_kv2-fp16", "wan-hybrid4-fp32"}
     cases = []
     for key, target in itertools.product(KEYS, ("sm89", "sm120")):

@@ -1,4 +1,4 @@
-"""``DistCollective`` nodes, read back; and with attributes that the product never writes."""
+"""Read ``DistCollective`` nodes, and make some with attributes that the product never writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def is_collective(node: onnx.NodeProto) -> bool:
 
 
 def read_collective(node: onnx.NodeProto) -> Collective:
-    """Returns the meaning of a node. ValueError when it names ``groups``, which TensorRT ignores."""
+    """Return the meaning of a node. Raise ValueError if it names ``groups``, which TensorRT ignores."""
     values = {attribute.name: helper.get_attribute_value(attribute) for attribute in node.attribute}
     if values.get("groups"):
         raise ValueError(f"{node.name or OP_TYPE}: groups {list(values['groups'])} would be ignored by TensorRT")
@@ -28,6 +28,6 @@ def read_collective(node: onnx.NodeProto) -> Collective:
 
 
 def node_with_groups(collective: Collective, groups: list[int]) -> onnx.NodeProto:
-    """Returns a node over some of the ranks alone."""
+    """Return a node over some of the ranks only."""
     attributes: Any = collective.attributes() | {"groups": groups, "group_size": len(groups)}
     return helper.make_node(OP_TYPE, ["x"], ["y"], domain=DOMAIN, **attributes)

@@ -1,4 +1,4 @@
-"""A gang's rank with a TensorRT engine whose graphs onnxruntime runs, and which fails to enqueue when it is told to."""
+"""A gang's rank with a TensorRT engine whose graphs onnxruntime runs, and which fails to enqueue on request."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Solver:
 
 
 class FaultyRunner(GlooRunner):
-    """``fault`` "refuses": TensorRT says that it cannot enqueue. "hangs": its call does not come back."""
+    """``fault`` "refuses": TensorRT reports that it cannot enqueue. "hangs": its call does not return."""
 
     fault, fault_run = "", 0
 

@@ -57,8 +57,8 @@ class GlooRunner:
 
 
 def predict_on_team(folder: Path, family: str, strategy: str, ranks: tuple[int, ...]) -> tuple[list[Tensor], int]:
-    """Two steps with other numbers in the same shapes, and the number of engines that were made for them. Exports are
-    kept in ``folder``: one rank makes each for both."""
+    """Return two steps with other numbers in the same shapes, and the number of engines made for them. Exports are
+    stored in ``folder``: one rank makes each for both."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     spec = ParallelSpec.of(strategy, len(ranks))
     model, made = SPECIMENS[family].model(), []
@@ -80,11 +80,11 @@ def predict_on_team(folder: Path, family: str, strategy: str, ranks: tuple[int, 
 
 
 SIZES = {"likely": (12, 16, 24), "other": (16, 8, 32), "between": (8, 20, 28), "too large": (16, 16, 24)}
-"""Latent height and width and tokens of text; the first two are expected."""
+"""Latent height and width and tokens of text; the engine expects the first two sizes."""
 
 
 def predict_sizes(folder: Path, sizes: tuple[str, ...]) -> tuple[list[Tensor], list[str], int]:
-    """A prediction in each size; the graphs, by digest, that runners were made for; exports that are on disk."""
+    """Return a prediction in each size, the digests of the graphs with runners, and the number of exports on disk."""
     num_ranks = dist.get_world_size()
     spec = ParallelSpec.of("ulysses", num_ranks)
     model, graphs = SPECIMENS["flux"].model(), []

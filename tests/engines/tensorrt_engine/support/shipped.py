@@ -1,4 +1,4 @@
-"""The trained models, and what they are asked at the first step of a real prompt."""
+"""The trained models, and their inputs at the first step of a real prompt."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SIZES: dict[str, dict[str, dict[str, int]]] = {
     "wide": {"flux-shapes": {}, "wan-shapes": {"num_frames": 13}},
     "narrow": {"flux-shapes": {"width": 64}, "wan-shapes": {"width": 64, "num_frames": 9}},
 }
-"""Tokens of the last two divide by eight: four ranks get equal shares, and a hybrid's ranks share queries in two."""
+"""The last two have tokens that divide by eight: four ranks get equal shares, and a hybrid's halves are equal."""
 
 
 def request_for(name: str, **changes: Any) -> MediaRequest:
-    """The model's default request, unguided."""
+    """Return the model's default request, unguided."""
     defaults = Checkpoint.open(name).defaults
     unguided: dict[str, Any] = {"model": name, "prompt": PROMPTS[defaults.kind], "true_cfg_scale": 1.0, "seed": 11}
     return defaults.request(**(unguided | changes))
@@ -40,7 +40,7 @@ def first_branch(name: str, dtype: torch.dtype, size: str = "default") -> Branch
 
 
 def twice(branch: Branch) -> Branch:
-    """A batch of two."""
+    """Return a batch of two."""
     inputs = {name: torch.cat((x, x)) if x.shape[0] == 1 else x for name, x in branch.inputs.items()}
     return replace(branch, inputs=inputs)
 
@@ -52,7 +52,7 @@ def load(name: str, dtype: torch.dtype) -> DenoiserModel:
 
 @torch.no_grad()
 def predicted(name: str, branch: Branch) -> Tensor:
-    """The unsharded model in float32 with attention written out."""
+    """Return the prediction of the unsharded model in float32 with attention written out."""
     model = load(name, torch.float32)
     module = model.modules[branch.module]
     model.set_kernel(module, plain_attention)

@@ -1,7 +1,7 @@
 """Run one engine graph for all its ranks in onnxruntime on the CPU: TensorRT's arithmetic, checked without a GPU.
 
-The graph is cut at its collectives into stages. Every stage is one session that runs for each rank in turn; what the
-collectives do between stages is ``Collective.apply``. bfloat16 is out of reach: onnxruntime has no CPU kernels for it.
+The graph is cut at its collectives into stages. Every stage is one session that runs for each rank in turn; between
+stages ``Collective.apply`` runs the collectives. bfloat16 is out of reach: onnxruntime has no CPU kernels for it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.engines.tensorrt_engine.support.collective_nodes import is_collective
 
 Values = Mapping[str, Array]
 MASK = 3
-"""Its place among the inputs of ``Attention``."""
+"""Index of the mask among the inputs of ``Attention``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class Stage:
 
 
 class Simulator:
-    """All ranks of one graph."""
+    """Runs one graph for all its ranks."""
 
     def __init__(self, model: onnx.ModelProto | bytes, *, num_threads: int = 1) -> None:
         model = onnx.load_from_string(model) if isinstance(model, bytes) else model
@@ -43,10 +43,10 @@ class Simulator:
         self._stages = list(cut_at_collectives(model, num_threads))
 
     def run(self, feeds: Sequence[Values], *, skip_collectives: Collection[int] = ()) -> list[list[Array]]:
-        """Returns every rank's outputs from every rank's inputs (weights among them, if they are inputs).
+        """Return every rank's outputs from every rank's inputs (with weights, if they are inputs).
 
-        In the collectives with the numbers ``skip_collectives`` every rank gets its own data, as if all others had sent
-        the same: for controls, which must fail.
+        In the collectives numbered ``skip_collectives`` every rank gets its own data, as if all others had sent the
+        same. Controls, which must fail, use this.
         """
         known = [dict(feed) for feed in feeds]
         number = 0
@@ -68,9 +68,9 @@ def _alone(collective: Collective, sent: list[Array]) -> list[Array]:
 
 
 def cut_at_collectives(model: onnx.ModelProto, num_threads: int) -> Iterable[Stage]:
-    """Stage of a node: how many collectives lie on the longest way to it."""
+    """Yield the stages. A node's stage is the number of collectives on the longest path to it."""
     register_schema()
-    model = onnx.shape_inference.infer_shapes(model)  # a stage declares the types of what it takes
+    model = onnx.shape_inference.infer_shapes(model)  # a stage declares the types of its inputs
     graph = model.graph
     _write_masks_out(graph)
     made_at: dict[str, int] = defaultdict(int)
@@ -86,7 +86,7 @@ def cut_at_collectives(model: onnx.ModelProto, num_threads: int) -> Iterable[Sta
 
 
 def _write_masks_out(graph: onnx.GraphProto) -> None:
-    """Gives a mask that is the same for all queries a row for each: onnxruntime does not repeat it, as ONNX has it."""
+    """Expand a mask shared by all queries to a row for each: onnxruntime does not broadcast it, although ONNX does."""
     types = {value.name: value.type.tensor_type for value in (*graph.value_info, *graph.input)}
     nodes = []
     for node in graph.node:
@@ -103,7 +103,7 @@ def _write_masks_out(graph: onnx.GraphProto) -> None:
 
 
 def _wanted(nodes: Mapping[int, list[onnx.NodeProto]], outputs: set[str]) -> set[str]:
-    """Values that some other stage or exchange reads, and the graph's outputs."""
+    """Return the values that another stage or exchange reads, and the graph's outputs."""
     wanted = set(outputs)
     for members in nodes.values():
         made = {name for node in members if not is_collective(node) for name in node.output}

@@ -1,6 +1,6 @@
 """Small FLUX and Wan transformers with weights large enough that attention and modulation matter.
 
-Fresh default weights hide faults: leaving a whole exchange out would change the prediction by one percent.
+Fresh default weights hide faults: omitting a whole exchange would change the prediction by one percent.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ SPECIMENS = {
 
 
 def reference(model: DenoiserModel, inputs: dict[str, Tensor]) -> Tensor:
-    """The unsharded model in float32 with attention written out."""
+    """Return the prediction of the unsharded model in float32 with attention written out."""
     (module,) = model.modules.values()
     model.set_kernel(module, plain_attention)
     with torch.no_grad():

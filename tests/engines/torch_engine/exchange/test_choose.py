@@ -1,4 +1,4 @@
-"""Which teams write into each other's memory, and by which of the two ways."""
+"""Teams write into each other's memory where they can, in one of two ways."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LAYOUT = TokenLayout(lengths=(("text", 8), ("clip", 20)), num_chunks=4)
 
 @pytest.fixture(autouse=True)
 def peers_within_reach() -> Iterator[None]:
-    """Kernels that say their names in the place of an answer."""
+    """Replace the kernels by ones that return their names."""
 
     def named(name: str) -> Any:
         return lambda *_, **__: lambda *_, **__: (name, None)
@@ -66,7 +66,7 @@ def test_padding_is_left_out_with_a_mask_and_without() -> None:
 
 
 def test_only_gathered_keys_can_travel_before_queries_are_made() -> None:
-    """The kernel of the team sends them as its attention does, without mask and prefix."""
+    """The team's kernel sends them like its attention, without mask and prefix."""
     early = EarlyKernel(attend=lambda *_, **__: ("early", None), send=lambda *_: lambda _: torch.ones(1))  # type: ignore[arg-type]
     with patch(f"{WHERE}.peer_allgather_kv", lambda *_: early):
         kernel = kernel_by_length(LONG, CPU, torch.float32)(plain_attention, team_of(allgather_kv=4), LAYOUT)

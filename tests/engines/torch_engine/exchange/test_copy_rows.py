@@ -1,4 +1,4 @@
-"""Copies of rows, and the streams to other ranks; what copy engines do is for GPUs to show (``test_gpu``)."""
+"""Rows are copied, and streams lead to other ranks; ``test_gpu`` tests the copy engines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engines.torch_engine.support.thread_memory import CPU
 
 
 def test_rows_at_any_distance() -> None:
-    """Between the columns of two wider tensors, whose other columns stay."""
+    """The rows are columns of two wider tensors, whose other columns stay."""
     source_RC, target_RC = torch.arange(24.0).view(4, 6), torch.zeros(4, 5)
     copy_rows(target_RC[:, 1:3], source_RC[:, 3:5])
     expected_RC = torch.zeros(4, 5)
@@ -22,7 +22,7 @@ def test_rows_at_any_distance() -> None:
 
 
 def on_gpu(rows_RC: torch.Tensor) -> Mock:
-    """Return a tensor that says that it lies on a GPU."""
+    """Return a tensor that claims to be on a GPU."""
     facts = {"shape": rows_RC.shape, "dtype": rows_RC.dtype, "device": torch.device("cuda"), "copy_": Mock()}
     return Mock(wraps=rows_RC, **facts)
 
@@ -45,7 +45,7 @@ def test_what_is_no_row_is_our_mistake(source_RC: torch.Tensor) -> None:
 
 
 def test_no_rank_is_written_to_by_all_at_once() -> None:
-    """In each turn all ranks have different targets; the last is a rank itself, where that is asked for."""
+    """In each turn all ranks have different targets; a rank itself comes last if ``to_self``."""
     targets = [list(copy_streams(axis_of(rank), CPU, to_self=True)) for rank in range(WORLD)]
     for turn in zip(*targets, strict=True):
         assert sorted(turn) == list(range(WORLD))

@@ -1,4 +1,4 @@
-"""Ulysses through each other's memory, with threads for ranks and plain tensors for what they share."""
+"""Ulysses works through each other's memory, with threads for ranks and plain tensors for shared memory."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def shared_memory() -> Iterator[None]:
 
 
 def qkv(seed: int, heads_each: int = 6, keys_each: int = 0, num_keys: int = LENGTH) -> tuple[Tensor, ...]:
-    """``keys_each``: key heads of a rank, 0 for as many as queries have; ``num_keys`` of a rank."""
+    """Return q, k and v. A rank has ``keys_each`` key heads (0: as many as query heads) and ``num_keys`` keys."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(LENGTH, heads_each), *[(num_keys, keys_each or heads_each)] * 2]
     return tuple(torch.randn(BATCH, WORLD * rows, WORLD * heads, DIM, generator=generator) for rows, heads in shapes)
@@ -46,14 +46,14 @@ def kernels(key_rows: Rows | None = None) -> list[Kernel]:
 
 
 def together(several: list[Kernel], seed: int, *sizes: int) -> Tensor:
-    """The result of all ranks, each with its tokens."""
+    """Return the result of all ranks, each with its tokens."""
     cut = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in qkv(seed, *sizes)]
     return torch.cat(on_all_ranks(lambda rank: several[rank](*(chunks[rank] for chunks in cut))[0]), dim=1)
 
 
 @pytest.mark.parametrize(("key_rows", "padding"), [(None, ()), (((0, 5), (6, 11)), (5, 11))], ids=["even", "uneven"])
 def test_masked_keys_count_for_nothing(key_rows: Rows | None, padding: tuple[int, ...]) -> None:
-    """Nor do rows of padding, whatever the mask says of them."""
+    """Rows of padding count for nothing either, whatever the mask holds there."""
     several, whole = kernels(key_rows), qkv(1, 4, 2, 3)
     mask_BM = torch.arange(BATCH * WORLD * 3).view(BATCH, -1) % 3 > 0
     cut, masks = [x_BLHD.chunk(WORLD, dim=1) for x_BLHD in whole], mask_BM.chunk(WORLD, dim=1)
@@ -71,8 +71,8 @@ def test_masked_keys_count_for_nothing(key_rows: Rows | None, padding: tuple[int
 
 @pytest.mark.parametrize("sizes", [(1,), (2,), (3,), (6,), (8, 2), (8, 1), (4, 4, 7), (8, 4, 3)], ids=str)
 def test_equals_attention_on_one_rank(sizes: tuple[int, ...]) -> None:
-    """Of all heads, of grouped ones, with more and with fewer keys than queries; call after call: the second finds what
-    the first left in the others' memory."""
+    """It holds for all heads, grouped heads, and more or fewer keys than queries. Later calls find what earlier ones
+    left in the others' memory."""
     several = kernels()
     for seed in (1, 2, 3):
         expected, _ = plain_attention(*qkv(seed, *sizes))
@@ -87,7 +87,7 @@ def test_shapes_take_turns() -> None:
 
 
 def test_what_copies_read_lives_until_they_end() -> None:
-    """Steps run without a graph too. Three parts, to and from each rank: of queries, keys, values and results."""
+    """Steps run without a graph too. Queries, keys, values and results go in three parts between all ranks."""
     with copies_end_at_waits() as were_alive:
         together(kernels(), 1)
     assert were_alive == [True] * (3 * 4 * WORLD * WORLD)
@@ -114,7 +114,7 @@ def test_control_with_a_part_that_never_leaves_fails() -> None:
     ],
 )
 def test_no_barrier_waits_while_a_long_part_starts(heads: int, expected: list[object]) -> None:
-    """Barriers, and the heads of a part that is attended, in the order in which the first rank calls them."""
+    """``expected`` has the first rank's calls in order: barriers, and the number of heads in each attended part."""
     memory, calls = ThreadMemory(), list[object]()
 
     def open_memory(numel: int, sample: Tensor, axis: Axis, *, use: str) -> Any:

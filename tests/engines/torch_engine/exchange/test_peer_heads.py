@@ -1,4 +1,4 @@
-"""What a step that copies between ranks keeps of memory, with plain tensors for what ranks share."""
+"""A step that copies between ranks holds little memory, with plain tensors for shared memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OwnMemory:
 
 
 def test_shapes_share_what_is_copied_from() -> None:
-    """A step is made for every shape, and never dropped."""
+    """Each shape has its own step, which is never dropped."""
     with patch.object(peer_exchange, "PeerMemory", OwnMemory), separate_rank_resources() as resources:
         for rows in (100, 40, *range(2, 200, 2)):
             heads = PeerHeads(without_lse(plain_attention), AXIS, CPU)

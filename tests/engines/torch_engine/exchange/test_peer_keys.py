@@ -1,4 +1,4 @@
-"""AllGather-KV through each other's memory, with threads for ranks and plain tensors for what they share."""
+"""AllGather-KV works through each other's memory, with threads for ranks and plain tensors for shared memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EVEN = TokenLayout(lengths=(("text", 8), ("clip", 20)), num_chunks=WORLD)
 UNEVEN = TokenLayout(lengths=(("text", 5), ("clip", 18)), num_chunks=WORLD)
 """The last rank has no text, and less of the clip than the others."""
 FEW = TokenLayout(lengths=(("text", 2), ("clip", 5)), num_chunks=WORLD)
-"""The last rank has nothing of either."""
+"""The last rank has no tokens of either stream."""
 LONE, WHOLE = Axis(ranks=(0,), index=0), TokenLayout(lengths=(("clip", 64),), num_chunks=1)
 
 
@@ -43,7 +43,7 @@ def kernels(layout: TokenLayout) -> list[EarlyKernel]:
 
 
 def qkv(layout: TokenLayout, seed: int, heads: int, key_heads: int) -> tuple[Tensor, ...]:
-    """Of the clip's queries and all streams' keys and values."""
+    """Return the clip's queries and all streams' keys and values."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [(layout.length("clip"), heads), *[(layout.num_tokens, key_heads)] * 2]
     return tuple(torch.randn(BATCH, *shape, DIM, generator=generator) for shape in shapes)
@@ -52,7 +52,7 @@ def qkv(layout: TokenLayout, seed: int, heads: int, key_heads: int) -> tuple[Ten
 def together(
     several: list[EarlyKernel], layout: TokenLayout, seed: int, heads: int, key_heads: int, keys_first: bool = False
 ) -> Tensor:
-    """The result of all ranks, each with its tokens and, in the place of those that fill them up, large numbers."""
+    """Return the result of all ranks, each with its tokens and large numbers in place of padding."""
     whole = qkv(layout, seed, heads, key_heads)
 
     def one(rank: int) -> Tensor:
@@ -67,7 +67,7 @@ def together(
 @pytest.mark.parametrize("layout", [EVEN, UNEVEN, FEW], ids=["even", "uneven", "few"])
 @pytest.mark.parametrize("heads", [(8, 8), (8, 2), (3, 1), (5, 5)], ids=str)
 def test_equals_attention_on_one_rank(layout: TokenLayout, heads: tuple[int, int]) -> None:
-    """Call after call: the second finds what the first left in the others' memory."""
+    """Later calls find what earlier ones left in the others' memory."""
     several = kernels(layout)
     for seed in (1, 2, 3, 4):
         expected, _ = plain_attention(*qkv(layout, seed, *heads))
@@ -93,7 +93,7 @@ def test_masked_keys_count_for_nothing(layout: TokenLayout) -> None:
 
 
 def test_another_attention_may_come_between() -> None:
-    """A compiler sorts those of clip and sound as it likes."""
+    """A compiler may reorder the attentions of clip and sound."""
     early, other = kernels(EVEN), kernels(EVEN)
     parts = [[x.chunk(WORLD, dim=1) for x in qkv(EVEN, seed, 2, 2)] for seed in (1, 2)]
 
@@ -117,9 +117,9 @@ def test_keys_are_attended_to_before_others_are_sent() -> None:
 
 
 def test_compilers_make_queries_last_and_keep_keys_until_they_have_arrived() -> None:
-    """They sort operations by memory, and reuse memory that nothing reads any more.
+    """They sort operations by memory, and reuse memory that has no later reader.
 
-    What an earlier version of an operation compiled to is not read: its declaration is no part of the cache's key.
+    The cache of compiled graphs is off: an operation's declaration is not part of its key.
     """
     kernel = peer_allgather_kv(masked_attention_of(plain_attention), LONE, WHOLE, CPU)
     layers_3CC = torch.eye(DIM) + torch.rand(3, DIM, DIM) / 8

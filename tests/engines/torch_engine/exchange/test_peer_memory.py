@@ -1,4 +1,4 @@
-"""Which memory a call gets; that ranks reach each other's is for GPUs to show (``peer_check``)."""
+"""Each call gets the right memory; ``peer_check`` tests on GPUs that ranks reach each other's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.engines.support.rank_resources import separate_rank_resources
 
 PAIR, OTHER_PAIR = (Axis(ranks=ranks, index=0) for ranks in ((0, 1), (2, 3)))
 SHARED = PeerMemory._new
-"""Not replaced by ``fresh``."""
+"""The real function, which ``fresh`` replaces."""
 SAMPLE = torch.zeros(())
 
 

@@ -1,4 +1,4 @@
-"""Gangs of two Gloo ranks that decide what "auto" means by times that a test says, give or take what noise does."""
+"""Gangs of two Gloo ranks that decide "auto" by step times that a test sets, with measurement noise."""
 
 from __future__ import annotations
 
@@ -30,8 +30,7 @@ EVERYONE = (0, 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Times:
-    """What a step is said to take, however the tiny model's really go: by the strategy, and so many times that by what
-    is unusual about the exchange."""
+    """Simulated step times, whatever the tiny model takes: by strategy, times a factor for an unusual exchange."""
 
     strategies_ms: Mapping[str, float]
     exchange: Mapping[str, float] = field(default_factory=dict)
@@ -43,8 +42,8 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Started:
-    """How a gang divides a step of one branch, and of as many as it may run at once, how it exchanges heads, a digest
-    of what it predicts, how many steps it timed, and what it estimates of others."""
+    """A gang's decision: strategies for one branch and for as many as may run at once, and its exchange rules. Then a
+    digest of its prediction, the number of timed steps, and its estimates."""
 
     strategy: str
     at_once: str
@@ -55,7 +54,7 @@ class Started:
 
 
 def jittered(seed: int) -> Machine:
-    """A machine on which ring and all-gather cost the same, give or take what a measurement does."""
+    """Return a machine on which ring and all-gather cost the same, within measurement noise."""
     noise, whole = random.Random(seed), machine()
     lines = {
         kind: replace(line, latency_s=line.latency_s * noise.uniform(1 - JITTER, 1 + JITTER))
@@ -71,7 +70,7 @@ def choosing(folder: Path, num_branches: int = 1, family: str = "flux", **fields
 
 
 def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None = None, family: str = "flux") -> Started:
-    """A gang that starts now."""
+    """Start a gang. Return what it decided."""
     num_timed = 0
     noise = random.Random(100 * seed + dist.get_rank())
 
@@ -98,8 +97,8 @@ def start(how: Choosing, seed: int, times: Times, options: TorchOptions | None =
 
 @contextmanager
 def choice_of_exchange(*, fast: bool) -> Iterator[None]:
-    """As on GPUs: ranks have a choice of how they exchange heads, in hand-ordered steps or in a module's. That they do
-    exchange heads is by far the cheapest."""
+    """Let ranks choose how they exchange heads, as on GPUs, in hand-ordered steps or a module's. Exchanging heads is by
+    far the cheapest."""
     with ExitStack() as stack:
         stack.enter_context(patch(f"{__name__}.machine", partial(machine, all_to_all=0.1)))
         where = "engines.torch_engine.autotune"

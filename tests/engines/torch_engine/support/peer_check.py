@@ -1,8 +1,8 @@
-"""Steps of ranks that write into each other's memory, beside those of one rank: one rank a GPU, all GPUs of the host.
+"""Compare steps of ranks that write into each other's memory with one rank's: one rank a GPU, all GPUs of the host.
 
-    torchrun --nproc_per_node N -m tests.engines.torch_engine.support.peer_check [hidden]
+torchrun --nproc_per_node N -m tests.engines.torch_engine.support.peer_check [hidden]
 
-"hidden": each rank sees its own GPU only, as the ranks of a gang do. Fails if memory cannot be shared, or an answer is
+"hidden": each rank sees its own GPU only, like the ranks of a gang. Fails if memory cannot be shared, or an answer is
 wrong.
 """
 
@@ -13,7 +13,7 @@ import os
 import sys
 from dataclasses import replace
 
-if "hidden" in sys.argv:  # before anything asks for a GPU
+if "hidden" in sys.argv:  # before any use of a GPU
     os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["LOCAL_RANK"]
 
 import torch
@@ -42,11 +42,11 @@ PATHS: dict[str, tuple[str, bool | None, ExchangeRules]] = {
     "module, NCCL": ("ulysses", False, ExchangeRules(peer_memory=False, parts_from_tokens=1)),
     "module, keys": ("allgather_kv", False, ExchangeRules(parts_from_tokens=1)),
 }
-"""The strategy, whether the fast path, and how ranks exchange heads or keys."""
+"""The strategy, whether to use the fast path, and how ranks exchange heads or keys."""
 NUM_HEADS = (8, 7)
-"""The ranks divide the first alone."""
+"""The number of ranks divides the first alone."""
 NUM_RUNS = 4
-"""As it comes, captured, and two replays: the second finds what the first left in the others' memory."""
+"""An uncaptured run, a capture, and two replays: the second finds what the first left in the others' memory."""
 BOUND = 1e-4
 
 
@@ -61,7 +61,7 @@ def own(x_BL: Tensor, axis: Axis) -> Tensor:
 
 
 def grouped_difference(axis: Axis, device: torch.device) -> float:
-    """Of attention with grouped heads to more keys than there are queries: this rank's answers and one rank's alone."""
+    """Return the worst difference to one rank's attention, with grouped heads and more keys than queries."""
     local = local_kernel(device, torch.float32)
     attend = masked_attention_of(local)
     layout = TokenLayout(lengths=(("text", 16 * axis.size), ("picture", 192 * axis.size)), num_chunks=axis.size)
@@ -95,7 +95,7 @@ def main() -> None:
         shared = rules.peer_memory and reachable(axis, device, torch.float32)
         branches = (branch_of("even", device), branch_of("uneven", device))
         worst = 0.0
-        if world == 4:  # pairs first, with other shapes on either: what ranks share need not have come in one order
+        if world == 4:  # pairs first, with other shapes on either: shared memory need not have been made in one order
             pair, own = (rank // 2 * 2, rank // 2 * 2 + 1), branches[rank // 2]
             answers = [engine.predict((own,), ranks)[0] for ranks in ((rank,), pair, pair, pair)]
             worst = max(relative_difference(answer, answers[0]) for answer in answers[1:])

@@ -17,6 +17,6 @@ def axis_of(rank: int, world: int = WORLD) -> Axis:
 
 
 def team_of(**sizes: int) -> Team:
-    """The first rank's, of context axes of these sizes."""
+    """Return the first rank's team, with context axes of these sizes."""
     axes: dict[str, Any] = {name: axis_of(0, size) for name, size in sizes.items()}
     return replace(team_of_one(), **axes, context=axis_of(0, math.prod(sizes.values())))

@@ -1,4 +1,4 @@
-"""Memory that ranks share where they are threads of one process."""
+"""Memory that ranks share as threads of one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 
 
 class ThreadMemory:
-    """Stands for ``PeerMemory`` where ranks are threads of one process."""
+    """Stands for ``PeerMemory``; the ranks are threads of one process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

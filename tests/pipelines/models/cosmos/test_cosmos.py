@@ -1,4 +1,4 @@
-"""Cosmos 3 on gangs of Gloo ranks, with every strategy that its plan allows, against diffusers' own call."""
+"""Cosmos 3 on gangs of Gloo ranks, with every strategy of its plan, equals diffusers' own call."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ STRATEGIES = {
 
 
 def clip(make: Callable[[Path], Path], **more: Any) -> Clip:
-    """Of three latent frames: 18 tokens, which 4 ranks must pad."""
+    """Return a clip of three latent frames: 18 tokens, which 4 ranks must pad."""
     return Clip(make=make, reference=own_clips.guided_blocks, **{"num_latent_frames": 3, **more})
 
 
@@ -118,7 +118,7 @@ def test_without_the_exchange_they_do_not(
 
 
 def test_both_branches_may_run_at_once(loaded: Callable[[str], Any]) -> None:
-    """Though one prompt is longer than the other."""
+    """One prompt is longer than the other."""
     request, pipeline = loaded("from words")
     one, other = pipeline.sampler.branches(pipeline.sampler.begin(request, pipeline.text_encoder.encode(request)))
     assert one.inputs["input_ids"].shape != other.inputs["input_ids"].shape
@@ -126,7 +126,7 @@ def test_both_branches_may_run_at_once(loaded: Callable[[str], Any]) -> None:
 
 
 def test_the_text_is_computed_once_a_job(folders: Callable[[Any], Path]) -> None:
-    """For the prompt and for the negative prompt, whatever number of steps."""
+    """It is computed for the prompt and the negative prompt, whatever the number of steps."""
     folder, num_tokens = folders(tiny_cosmos.cosmos), []
     checkpoint = Checkpoint(folder)
     model = checkpoint.denoiser()
@@ -142,7 +142,7 @@ def test_the_text_is_computed_once_a_job(folders: Callable[[Any], Path]) -> None
 def test_the_timestep_of_many_tokens_is_embedded_for_a_few(
     folders: Callable[[Any], Path], expected: Callable[[str], Latents], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever the number of tokens, of the clip and of its sound: all have the same."""
+    """All tokens of the clip and its sound share it, whatever their number."""
     monkeypatch.setattr(attention, "FEW", 2)
     name, num_rows = "with sound from a picture", list[int]()
     folder = folders(CLIPS[name].make)
@@ -209,7 +209,7 @@ def test_distilled_models_have_a_schedule_of_their_own(folders: Callable[[Any], 
 
 @pytest.mark.parametrize("name", ["from words", "with sound from a picture", "distilled"])
 def test_a_gang_prepares_with_blank_values(name: str, loaded: Callable[[str], Any]) -> None:
-    """Steps that nobody asked for have the shapes of those that somebody does, but for the length of the prompt."""
+    """Steps with blank values have the shapes of real ones, except the length of the prompt."""
     request, pipeline = loaded(name)
     checkpoint = Checkpoint(pipeline.sampler._opened.path)
     pictures = pictures_of(CLIPS[name].images(request))
@@ -230,7 +230,7 @@ def test_a_gang_prepares_with_blank_values(name: str, loaded: Callable[[str], An
 
 @pytest.mark.parametrize("name", ["from words", "with sound", "one frame"])
 def test_a_decoder_prepares_with_latents_of_no_step(name: str, loaded: Callable[[str], Any]) -> None:
-    """What steps alone make, and decoding does not read, is not there yet."""
+    """Values that only steps make, and decoding does not read, are missing."""
     request, pipeline = loaded(name)
     latents = Checkpoint(pipeline.sampler._opened.path).first_latents(request)
     assert pipeline.decoder.decode_all(latents, request).frames_FHWC.shape[0] == request.num_frames
@@ -250,7 +250,7 @@ def test_the_guardrail_is_asked_unless_the_folder_says_no(tmp_path: Path) -> Non
 
 
 class Refusing(SimpleNamespace):
-    """In place of the guardrail."""
+    """Stands for the guardrail."""
 
     def to(self, device: torch.device | str) -> Refusing:
         return self

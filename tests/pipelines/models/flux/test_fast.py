@@ -1,4 +1,4 @@
-"""The fast path gives the module's own answer, alone and on Gloo ranks, and keeps the module working."""
+"""The fast path gives the module's own answer, alone and on Gloo ranks, and the module still works."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_a_broken_exchange_shows() -> None:
 
 
 def test_a_broken_block_shows() -> None:
-    """The bound would notice a swapped shift and scale in one block."""
+    """A swapped shift and scale in one block would exceed the bound."""
     broken = FluxWeights(models.transformer("flux"), "native")
     block = broken.module.single_transformer_blocks[1].norm.linear
     block.bias.data = block.bias.data.unflatten(0, (3, -1))[[1, 0, 2]].flatten()

@@ -1,4 +1,4 @@
-"""The same latents and pixels as ``diffusers.FluxPipeline``."""
+"""Latents and pixels equal those of ``diffusers.FluxPipeline``."""
 
 from __future__ import annotations
 

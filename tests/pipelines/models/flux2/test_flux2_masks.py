@@ -1,4 +1,4 @@
-"""FLUX.2 klein painting inside a mask, against diffusers' ``Flux2KleinInpaintPipeline``, which has no blocks."""
+"""FLUX.2 klein with a mask equals diffusers' ``Flux2KleinInpaintPipeline``, which has no blocks."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.pipelines.support.references.picture_cases import (
 )
 
 TOLERANCE = 1e-4
-"""Relative, in float32: sums are made in another order."""
+"""Relative, in float32: sums are added in another order."""
 SIZE = (80, 64)
-"""What is painted over has the size of the result, as diffusers' pipeline will have it."""
+"""Size of the input picture and of the result, which diffusers' pipeline requires to be equal."""
 MASKED = PictureCase(make=tiny_pictures.flux2_klein, sides=(4, 5), pictures=(SIZE,), has_mask=True, num_steps=4)
 CASES = {
     "distilled": replace(MASKED, changes={"strength": 0.7}),
@@ -42,7 +42,7 @@ CASES = {
 
 
 def expected_of(case: PictureCase, folder: Path, mask: Image) -> Tensor:
-    """The pixels of diffusers' own pipeline, in [0, 1]."""
+    """Return the pixels of diffusers' own pipeline, in [0, 1]."""
     from diffusers import Flux2KleinInpaintPipeline, Flux2KleinPipeline
 
     request, (image, *others) = request_of(case, folder), images_of(case)

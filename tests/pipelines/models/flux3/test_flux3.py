@@ -1,4 +1,4 @@
-"""FLUX.3 on gangs of Gloo ranks, against the pipeline's own call."""
+"""FLUX.3 on gangs of Gloo ranks equals the pipeline's own call."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def loaded(folder: Path, *, fast: bool | None = None) -> Pipeline:
 
 @cache
 def encoded(folder: Path, name: str) -> bytes:
-    """The conditioning as it travels, made once in a process: what strategies differ in comes after it."""
+    """Return the pickled conditioning, made once in a process: strategies differ only after it."""
     pictures, request = pictures_of(CASES[name]), request_of(CASES[name], folder)
     with patch(LOAD_PROCESSOR, lambda *_, **__: Flux3Processor()):
         return pickle.dumps(Checkpoint(folder).text_encoder().encode(request, pictures))
@@ -76,13 +76,13 @@ def denoised(folder: Path, name: str, strategy: str, conditioning: bytes) -> Ten
 
 
 def without_exchange(folder: Path, name: str, conditioning: bytes) -> Tensor:
-    """Each rank attends to its own tokens alone."""
+    """Let each rank attend to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
         return denoised(folder, name, "ulysses", conditioning)
 
 
 def unaware(folder: Path, name: str, conditioning: bytes) -> Tensor:
-    """Blocks of one stream take its padding for tokens, as if all streams were there."""
+    """Let blocks of one stream take its padding for tokens, as if all streams were there."""
     with patch("engines.core.layout.TokenLayout.of_stream", lambda layout, stream: layout):
         return denoised(folder, name, "ulysses", conditioning)
 
@@ -98,7 +98,7 @@ def own_latents(folder: Path, name: str, request: MediaRequest | None = None) ->
 
 
 QUICK = {(1, "ulysses"), (2, "ring"), (2, "guidance"), (4, "ulysses"), (4, "hybrid"), (4, "tensor2xulysses2")}
-"""Each way to divide it, once; the others that divide tokens are in the slow tests."""
+"""Each way to divide it, once; slow tests have the others that divide tokens."""
 TEAMS = [
     pytest.param(num_ranks, strategy, marks=[] if (num_ranks, strategy) in QUICK else [pytest.mark.slow])
     for num_ranks, several in STRATEGIES.items()
@@ -118,9 +118,9 @@ def test_latents_equal_the_pipelines_own(
 
 @pytest.mark.parametrize(("name", "num_branches"), [("words", 2), ("distilled, one picture", 1)])
 def test_hand_ordered_steps_make_the_same(name: str, num_branches: int, folders: Callable[[Any], Path]) -> None:
-    """Constant inputs are computed once a job, and so is the modulation of all its steps.
+    """Constant inputs and the modulation of all steps are computed once a job.
 
-    Where the model is distilled, it also depends on the time that each step leads to.
+    In the distilled model it also depends on the time that each step leads to.
     """
     folder, owners = folders(CASES[name].make), ((FastFlux3, "hoisted"), (Flux3Weights, "scheduled"))
     pipeline, request = loaded(folder, fast=True), request_of(CASES[name], folder)

@@ -1,4 +1,4 @@
-"""Helios on gangs of Gloo ranks, against the pipeline's own call: chunks of a clip, and steps inside each."""
+"""Helios on gangs of Gloo ranks equals the pipeline's own call: chunks of a clip, and steps inside each."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ TWO_CHUNKS = 1 + 9
 
 
 def own_chunks(folder: Path, request: MediaRequest, images: tuple[Any, ...]) -> dict[str, Tensor]:
-    """Noise of stages is ours, as diffusers' own fails on some CPUs (``test_noise_of_stages_is_diffusers_own``)."""
+    """Return diffusers' latents with our noise of stages; its own fails on some CPUs
+    (``test_noise_of_stages_is_diffusers_own``).
+    """
     with patch.object(denoise, "sample_block_noise", block_noise_BCFHW):
         state = own_state(folder, request, **named(images), **SPEC.pipeline_inputs(folder, request))
     return {"latents": torch.cat(state.get("latent_chunks"), dim=2)}
@@ -58,7 +60,7 @@ CASES = {
 }
 SOME, *OTHERS = CASES
 QUICK = {(SOME, 4, "ring"), (SOME, 2, "allgather_kv")}
-"""Ulysses is in the test of what is left without its exchange."""
+"""Quick cases; the control without an exchange tests Ulysses."""
 GANGS = [
     pytest.param(name, num_ranks, strategy, marks=() if (name, num_ranks, strategy) in QUICK else pytest.mark.slow)
     for name, case in CASES.items()
@@ -79,7 +81,7 @@ def expected(folders: Callable[[Any], Path]) -> Callable[[str], Tensor]:
 
 
 def states(pipeline: Pipeline, name: str, request: MediaRequest) -> Any:
-    """Each sent before the next step."""
+    """Yield the states, each sent before the next step."""
     sampler = pipeline.sampler
     encoded = pipeline.text_encoder.encode(request, pictures_of(CASES[name].images(request)))
     pack(encoded, torch.device("cpu"))
@@ -101,7 +103,7 @@ def denoised(folder: Path, name: str, strategy: str) -> Tensor:
 
 
 def without_exchange(folder: Path, name: str) -> Tensor:
-    """Each rank attends to its own tokens alone."""
+    """Let each rank attend to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
         return denoised(folder, name, "ulysses")
 
@@ -118,7 +120,7 @@ def test_latents_equal_the_pipelines_own(
 def test_keys_of_the_text_are_made_once_a_job(
     folders: Callable[[Any], Path], expected: Callable[[str], Tensor]
 ) -> None:
-    """Once for each prompt, whatever the number of chunks and steps."""
+    """They are made once for each prompt, whatever the number of chunks and steps."""
     checkpoint, made = Checkpoint(folders(CASES[SOME].make)), list[Tensor]()
     model, request = checkpoint.denoiser(), CASES[SOME].request(folders(CASES[SOME].make))
     layer: Any = model.modules["transformer"].get_submodule("blocks.0.attn2.to_k")
@@ -131,7 +133,7 @@ def test_keys_of_the_text_are_made_once_a_job(
 
 
 def test_scaled_keys_have_the_models_dtype(folders: Callable[[Any], Path], expected: Callable[[str], Tensor]) -> None:
-    """The class keeps the scales in float32. It draws noise in float32 too, so bfloat16 gives nearly the same clip."""
+    """The class keeps the scales in float32. Its noise is float32 too, so bfloat16 gives nearly the same clip."""
     name = "scaled keys of the history"
     checkpoint = Checkpoint(folders(CASES[name].make), dtype=torch.bfloat16)
     *_, state = states(load_pipeline(checkpoint), name, CASES[name].request(checkpoint.path))
@@ -146,7 +148,7 @@ def test_without_the_exchange_they_do_not(folders: Callable[[Any], Path], expect
 
 @pytest.mark.parametrize("name", ALL)
 def test_frames_and_previews_are_of_the_size_that_was_asked_for(name: str, folders: Callable[[Any], Path]) -> None:
-    """Chunks make more frames than these. A preview shows the chunk that is under way, of whatever stage."""
+    """Chunks make more frames than these. A preview shows the current chunk, at any stage."""
     folder = folders(CASES[name].make)
     checkpoint, request = Checkpoint(folder), CASES[name].request(folder)
     pipeline = load_pipeline(checkpoint)
@@ -162,7 +164,7 @@ def test_frames_and_previews_are_of_the_size_that_was_asked_for(name: str, folde
 
 @pytest.mark.parametrize("name", ALL)
 def test_a_gang_prepares_with_blank_steps(name: str, folders: Callable[[Any], Path]) -> None:
-    """Of the shapes of those that somebody asks for; what it checks itself with has tokens that 8 ranks must pad."""
+    """They have the shapes of real ones; the self-check has tokens that 8 ranks must pad."""
     folder = folders(CASES[name].make)
     checkpoint, request = Checkpoint(folder), CASES[name].request(folder)
     sampler, images = checkpoint.sampler(), CASES[name].images(request)
@@ -177,7 +179,7 @@ def test_a_gang_prepares_with_blank_steps(name: str, folders: Callable[[Any], Pa
 
 
 def test_a_gang_prepares_every_stage(folders: Callable[[Any], Path]) -> None:
-    """In the shapes that a job's steps turn out to have. An estimate is of the largest."""
+    """The shapes are those of a job's steps. An estimate is for the largest."""
     folder = folders(CASES[SOME].make)
     checkpoint, request = Checkpoint(folder), CASES[SOME].request(folder)
     pipeline = load_pipeline(checkpoint)
@@ -192,7 +194,7 @@ def test_a_gang_prepares_every_stage(folders: Callable[[Any], Path]) -> None:
 
 
 def test_a_cache_of_predictions_is_refused(folders: Callable[[Any], Path]) -> None:
-    """A chunk would begin with what the one before it ended with."""
+    """A chunk would begin with the last prediction of the one before it."""
     with pytest.raises(ValueError, match="cache is 'fast'; this model makes clips in chunks"):
         Checkpoint(folders(tiny_helios.helios)).defaults.request(cache="fast")
 
@@ -201,7 +203,7 @@ def test_noise_of_stages_is_diffusers_own() -> None:
     spec = find_spec("diffusers.modular_pipelines.helios.denoise")
     assert spec is not None
     assert spec.loader is not None
-    own = module_from_spec(spec)  # the one that is imported already has ours
+    own = module_from_spec(spec)  # the imported one already has ours
     spec.loader.exec_module(own)
     shape, gamma, patch_size = (1, 2, 3, 4, 6), 0.3, (1, 2, 2)
     seeded = [torch.Generator().manual_seed(3) for _ in range(2)]
@@ -211,7 +213,7 @@ def test_noise_of_stages_is_diffusers_own() -> None:
 
 
 def test_the_plan_covers_the_published_size() -> None:
-    """What the class has as its defaults is the published model, of 14 billion parameters."""
+    """The class's defaults are the published model, with 14 billion parameters."""
     from diffusers import HeliosTransformer3DModel
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""HunyuanVideo 1.5's clips decoded frame by frame, against diffusers' decoding of the whole."""
+"""HunyuanVideo 1.5's clips decoded frame by frame equal diffusers' decoding of the whole."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANNELS = 4
 
 
 def auto_encoder(temporal: int, *, is_wide: bool) -> Any:
-    """``is_wide``: as published, each block gives the channels that the next one has."""
+    """Return an auto-encoder. With ``is_wide`` each block outputs the next one's channels, as published."""
     widths = (8, 16, 16, 32, 32) if is_wide else (16,) * 5
     torch.manual_seed(0)
     vae = diffusers.AutoencoderKLHunyuanVideo15(

@@ -1,4 +1,4 @@
-"""Ideogram 4 on gangs of Gloo ranks, against ``diffusers.Ideogram4Pipeline`` called as its users call it."""
+"""Ideogram 4 on gangs of Gloo ranks equals ``diffusers.Ideogram4Pipeline`` as users call it."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     ),
     "as it is published": ({"num_inference_steps": 48}, {}),
 }
-"""Changes of the request, and what a user tells diffusers besides the number of steps."""
+"""Changes of the request, and the arguments of diffusers' call besides the number of steps."""
 STEADY = "few steps"
 
 
@@ -76,7 +76,7 @@ def own_images(folder: Path, name: str, asked: MediaRequest, output_type: str = 
 
 
 def packed(latents_BCHW: Tensor) -> Tensor:
-    """Return the tokens of 2 x 2 latents, channels last in each: what diffusers' pipeline returns."""
+    """Return the tokens of 2 x 2 latents, channels last in each, like diffusers' pipeline."""
     batch, channels, height, width = latents_BCHW.shape
     x_BCYPXQ = latents_BCHW.reshape(batch, channels, height // 2, 2, width // 2, 2)
     return x_BCYPXQ.permute(0, 2, 4, 3, 5, 1).reshape(batch, height * width // 4, 4 * channels)

@@ -1,4 +1,4 @@
-"""LTX-2 with a clip as context, on gangs of Gloo ranks, against diffusers' pipeline as a user calls it."""
+"""LTX-2 with a clip as context, on gangs of Gloo ranks, equals diffusers' pipeline as users call it."""
 
 from __future__ import annotations
 

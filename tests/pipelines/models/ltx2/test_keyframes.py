@@ -1,4 +1,4 @@
-"""LTX-2 with pictures at given frames, on gangs of Gloo ranks, against diffusers' pipelines as a user calls them."""
+"""LTX-2 with pictures at given frames, on gangs of Gloo ranks, equals diffusers' pipelines as users call them."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from tests.pipelines.support.references.video import denoised_from, encoded, pic
 
 Images = tuple[Image.Image, ...]
 SIDES = (64, 96)
-"""Of three frames of latents: 18 tokens, and 6 for each picture after the first frame."""
+"""Sides of three frames of latents: 18 tokens, and 6 for each picture after the first frame."""
 INDICES = {"first and last": (), "one in the middle": (1,), "three": (4, 0, 2)}
 PLACES: dict[str, tuple[int, ...]] = {"first and last": (0, 2), "one in the middle": (1,), "three": (2, 0, 1)}
-"""The same in frames of latents, of which this auto-encoder makes two frames each after the first."""
+"""The same in frames of latents; this auto-encoder makes two frames of each after the first."""
 STRATEGIES = {1: ("ulysses",), 2: ("ulysses", "ring", "tensor", "pipeline")}
 
 
@@ -110,7 +110,7 @@ def test_a_guided_clip_is_that_of_the_blocks_and_previews_have_its_size(folder: 
 
 
 def test_one_picture_at_the_beginning_is_begun_with_as_before(folder: Path) -> None:
-    """By the blocks for a first picture, whose bytes stay."""
+    """The blocks for a first picture make the same bytes as before."""
     pipeline = load_pipeline(Checkpoint(folder))
     pictures = pictures_of(images_of("one in the middle"))
     values = [
@@ -134,7 +134,7 @@ def test_blank_pictures_have_the_shapes_of_real_ones(folder: Path) -> None:
 
 @torch.no_grad()
 def test_a_step_at_full_size_is_what_a_gpu_can_record() -> None:
-    """It mixes nothing of the host with the device; the last picture is appended, with a timestep of its own."""
+    """It mixes no host and device tensors; the last picture is appended, with its own timestep."""
     branch = first_step("LTX-2", num_pictures=2)[0]
     assert branch.inputs["timestep"].numel() == 16 * 16 * 24 + 16 * 24
     recorded = Recorded(model_on_gpu("LTX-2"), branch, team_of_one()).run()

@@ -1,4 +1,4 @@
-"""LTX-2.5 decoded by its auto-encoder, on gangs of Gloo ranks, against diffusers' own calls with that."""
+"""LTX-2.5 with its auto-encoder, on gangs of Gloo ranks, equals diffusers' own calls."""
 
 from __future__ import annotations
 

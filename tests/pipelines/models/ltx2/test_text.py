@@ -1,4 +1,4 @@
-"""Keys and values of the text for clip and sound, made once a job, and masks that mask nothing."""
+"""The text's keys and values for clip and sound are made once a job; masks without effect are left empty."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MASK = "encoder_attention_mask"
 
 
 def opened(folder: Path) -> tuple[DenoiserModel, tuple[Branch, ...]]:
-    """The model, and the branches of a step whose texts differ. Latents are random."""
+    """Return the model, and the branches of a step with different texts and random latents."""
     checkpoint, generator = Checkpoint(folder, "cpu", torch.float32), torch.Generator().manual_seed(1)
     size = Size(width=96, height=64, num_frames=5)
     branches = checkpoint.first_step(checkpoint.defaults.request(size, true_cfg_scale=3.0, seed=1))

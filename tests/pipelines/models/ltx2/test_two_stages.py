@@ -1,4 +1,4 @@
-"""LTX-2 in two passes as one job, on gangs of Gloo ranks, against the calls that a user of diffusers makes."""
+"""LTX-2 in two passes as one job, on gangs of Gloo ranks, equals the calls of diffusers' users."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from tests.pipelines.support.references.own_call import silence
 from tests.pipelines.support.references.video import picture, pictures_of
 
 SIDES = (128, 192)
-"""The first pass has half of them: 18 tokens; the second has 72."""
+"""Sides of the second pass, which has 72 tokens; the first has half of them and 18 tokens."""
 SECOND = SecondStage(scale=2.0, sigmas=tuple(STAGE_2_DISTILLED_SIGMA_VALUES))
 ADAPTER = "distilled"
 REFINED = replace(SECOND, loras=(Lora(name=ADAPTER, scale=0.8),))
@@ -69,7 +69,7 @@ def request_of(folder: Path, **changes: Any) -> MediaRequest:
 def by_two_calls(folder: Path, request: MediaRequest, adapter: Path | None = None) -> Mapping[str, Tensor]:
     """Return the clip's tokens and the sound of the classic pipelines, as diffusers' documents call them."""
     pipe = LTX2Pipeline.from_pretrained(folder, dtype=torch.float32)
-    pipe.tokenizer.padding_side = "left"  # as Gemma's
+    pipe.tokenizer.padding_side = "left"  # Gemma's side
     pipe.set_progress_bar_config(disable=True)
     call: Any = {
         "prompt": request.prompt,
@@ -104,14 +104,14 @@ def enlarged(folder: Path, vae: Any, video: Tensor) -> Tensor:
 
 
 def static(scheduler: Any) -> Any:
-    """Return the scheduler that takes sigmas as they are."""
+    """Return the scheduler that leaves sigmas unchanged."""
     return diffusers.FlowMatchEulerDiscreteScheduler.from_config(
         scheduler.config, use_dynamic_shifting=False, shift_terminal=None
     )
 
 
 def by_blocks(folder: Path, request: MediaRequest, images: tuple[Image.Image, ...]) -> Mapping[str, Tensor]:
-    """Return the same of two calls of the modular pipeline, whose guiders have a scale each."""
+    """Return the same from two calls of the modular pipeline, whose guiders have a scale each."""
     pipe = LTX2ModularPipeline(pretrained_model_name_or_path=str(folder))
     pipe.load_components(dtype=torch.float32)
     for block in pipe.blocks.sub_blocks.values():
@@ -143,7 +143,7 @@ def by_blocks(folder: Path, request: MediaRequest, images: tuple[Image.Image, ..
 
 
 def cut(image: Image.Image, request: MediaRequest, divisor: int) -> Image.Image:
-    """Return the picture in the size of a pass: diffusers compresses it before it changes the size."""
+    """Return the picture in the size of a pass: diffusers compresses it before it resizes it."""
     return image.resize((request.width // divisor, request.height // divisor), Image.Resampling.LANCZOS)
 
 
@@ -155,7 +155,7 @@ def denoised(
     sources: tuple[LoraSource, ...] = (),
     moves: bool = False,
 ) -> dict[str, Any]:
-    """Return what the decoder gets, from a gang's rank. With ``moves``, the state is sent before each step."""
+    """Return the decoder's inputs from a gang's rank. With ``moves``, the state is sent before each step."""
     checkpoint, ranks = Checkpoint(folder, loras=sources), tuple(range(dist.get_world_size()))
     engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
     state = sampler.begin(request, pickle.loads(conditioning))
@@ -173,7 +173,7 @@ def encoded(folder: Path, request: MediaRequest, images: tuple[Image.Image, ...]
 
 
 def normal(folder: Path, made: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return finished latents of diffusers as the decoder takes them: tokens, by the auto-encoders' statistics."""
+    """Return diffusers' finished latents in the decoder's form: tokens, normalised by the auto-encoders' statistics."""
     vae, audio_vae = (diffusers.AutoModel.from_pretrained(str(folder / part)) for part in ("vae", "audio_vae"))
     mean, std = (getattr(vae, name).view(1, -1, 1, 1, 1) for name in ("latents_mean", "latents_std"))
     sound = made["audio"].transpose(1, 2).flatten(2)
@@ -258,7 +258,7 @@ def test_previews_have_the_size_of_their_pass_and_no_noise_between_both(folder: 
 
 
 def test_adapters_of_the_first_pass_are_blamed_for_what_it_made(folder: Path) -> None:
-    """The second one has others."""
+    """The second pass has other adapters."""
     pipeline, request = load_pipeline(Checkpoint(folder)), request_of(folder)
     state = list(pipeline.states(request))[1]
     predictions = pipeline.engine.predict(pipeline.sampler.branches(state), (0,))
@@ -282,7 +282,7 @@ def test_a_gang_knows_the_steps_of_both_passes(folder: Path) -> None:
 
 
 def test_a_gang_warms_up_for_both_passes(folder: Path) -> None:
-    """The second one in the sizes that results may have: 96 is no multiple of 64."""
+    """The second pass has the sizes that results may have: 96 is no multiple of 64."""
     checkpoint = Checkpoint(folder)
     sizes = [Size(width=width, height=128, num_frames=5) for width in (96, 192)]
     plain, staged = (

@@ -1,4 +1,4 @@
-"""MiniMax-H3 on gangs of Gloo ranks, against the pipeline's own call: clips with sound, from words and pictures."""
+"""MiniMax-H3 on gangs of Gloo ranks equals the pipeline's own call: clips with sound, from words and pictures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NAMES = ("latents", "audio_latents")
 
 
 def own_latents(folder: Path, request: MediaRequest, images: tuple[Any, ...]) -> Latents:
-    """Diffusers counts the end of the last step as one more."""
+    """Return diffusers' latents; it counts the end of the last step as one more."""
     shown = dict(zip(("image", "last_image"), images, strict=False))
     state = own_state(folder, request, **shown, num_inference_steps=request.num_inference_steps + 1)
     return {name: state.get(name) for name in NAMES}
@@ -79,7 +79,7 @@ def loaded(folder: Path) -> Pipeline:
 
 @cache
 def encoded(folder: Path, name: str) -> bytes:
-    """The conditioning as it travels, made once in a process: what strategies differ in comes after it."""
+    """Return the pickled conditioning, made once in a process: strategies differ only after it."""
     request = CASES[name].request(folder)
     with patch(LOAD_PROCESSOR, lambda *_, **__: MiniMaxProcessor()):
         conditioning = Checkpoint(folder).text_encoder().encode(request, pictures_of(CASES[name].images(request)))
@@ -88,7 +88,7 @@ def encoded(folder: Path, name: str) -> bytes:
 
 
 def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes) -> dict[str, Any]:
-    """Each rank attends to its own tokens alone."""
+    """Let each rank attend to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
         return denoised_from(folder, request, conditioning, "ulysses")
 
@@ -112,7 +112,7 @@ def test_without_the_exchange_they_do_not(folder: Path, expected: Callable[[str]
 
 
 def test_frames_and_sound_last_as_long_as_was_asked_for(folder: Path) -> None:
-    """The model makes 124 frames; of a preview few are decoded."""
+    """The model makes 124 frames; a preview decodes few of them."""
     pipeline, request = loaded(folder), CASES[STEADY].request(folder)
     *_, middle, last = pipeline.states(request, pictures_of(CASES[STEADY].images(request)))
     media = pipeline.decoder.decode_all(pipeline.sampler.latents(last), request)
@@ -136,7 +136,7 @@ def test_a_step_leaves_its_state_as_it_was(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_gang_prepares_with_blank_steps(name: str, folder: Path) -> None:
-    """Of the inputs of those that somebody asks for, but for the tokens of words and of what is seen in pictures."""
+    """They have the inputs of real ones, except the tokens of words and of seen pictures."""
     checkpoint, request = Checkpoint(folder), CASES[name].request(folder)
     assert list(checkpoint.denoiser().modules) == ["transformer"]
     assert checkpoint.num_steps(request) == request.num_inference_steps
@@ -165,7 +165,7 @@ def test_too_short_a_clip_is_refused(folder: Path) -> None:
 
 
 def test_the_plan_covers_the_published_size() -> None:
-    """What the class has as its defaults is the published model: 61.7 GiB in bfloat16."""
+    """The class's defaults are the published model: 61.7 GiB in bfloat16."""
     from diffusers import MiniMaxH3Transformer3DModel
 
     with torch.device("meta"):

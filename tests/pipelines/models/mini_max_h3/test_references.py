@@ -1,4 +1,4 @@
-"""MiniMax-H3 with references on gangs of Gloo ranks, against diffusers' modular pipeline as a user calls it."""
+"""MiniMax-H3 with references on gangs of Gloo ranks equals diffusers' modular pipeline as users call it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ SOUNDS: dict[str, tuple[tuple[int, int], ...]] = {"all": ((2, 397), (0, 0), (1, 
 """Channels and samples of each clip's sound; 0: none. The rate is the model's."""
 SOUND_RATE = 320
 RATES = {"a clip": 12, "all": 30}
-"""Frame rate of the results. A clip that comes along has the model's own rate."""
+"""Frame rate of the results. An input clip has the model's own rate."""
 ALL = "all"
 QUICK = {(ALL, 1, "ulysses"), (ALL, 2, "ring"), (ALL, 4, "ulysses"), (ALL, 4, "tensor"), ("a picture", 1, "ulysses")}
 QUICK |= {("a clip", 1, "ulysses"), ("pictures", 2, "allgather_kv")}
@@ -86,7 +86,7 @@ def images_of(name: str) -> list[Image.Image]:
 
 
 def clips_of(name: str) -> list[list[Image.Image]]:
-    """Each clip begins at another place of one film."""
+    """Return the clips, each from another part of one film."""
     height, width = SIDES
     return [
         list(frames(width, height, length + 3 * number))[3 * number :] for number, length in enumerate(CASES[name][1])
@@ -94,7 +94,7 @@ def clips_of(name: str) -> list[list[Image.Image]]:
 
 
 def sounds_of(name: str) -> list[torch.Tensor | None]:
-    """The sound of each clip, (channels, samples)."""
+    """Return the sound of each clip, (channels, samples)."""
     shapes = SOUNDS.get(name, ((0, 0),) * len(CASES[name][1]))
     generators = [torch.Generator().manual_seed(seed) for seed, _ in enumerate(shapes)]
     made = [torch.rand(shape, generator=each) * 2 - 1 for shape, each in zip(shapes, generators, strict=True)]
@@ -118,7 +118,7 @@ def input_sound(sound: torch.Tensor) -> InputSound:
 
 
 def own_latents(name: str, folder: Path, request: MediaRequest, change: Change = as_it_is) -> Latents:
-    """Diffusers counts the end of the last step as one more."""
+    """Return diffusers' latents; it counts the end of the last step as one more."""
     references: list[Any] = [MiniMaxH3ImageReference(image=one) for one in images_of(name)]
     for shown, sound in zip(clips_of(name), sounds_of(name), strict=True):
         rate = None if sound is None else SOUND_RATE
@@ -146,7 +146,7 @@ def encoded(folder: Path, name: str) -> bytes:
 
 
 def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes) -> dict[str, Any]:
-    """Each rank attends to its own tokens alone."""
+    """Let each rank attend to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
         return denoised_from(folder, request, conditioning, "ulysses")
 
@@ -178,7 +178,7 @@ def test_each_reference_and_their_order_matter(folder: Path, expected: Callable[
 
 @pytest.mark.parametrize("name", CASES)
 def test_blank_references_have_the_shapes_of_real_ones(name: str, folder: Path) -> None:
-    """Pictures in the shape of the result, whose rows a plan and an estimate count."""
+    """The pictures have the shape of the result; a plan and an estimate count their rows."""
     checkpoint, request = Checkpoint(folder), request_of(name, folder)
     assert list(checkpoint.denoiser().modules) == ["transformer_ref"]
     assert checkpoint.num_steps(request) == request.num_inference_steps
@@ -200,7 +200,7 @@ def test_blank_references_have_the_shapes_of_real_ones(name: str, folder: Path) 
 
 @pytest.mark.parametrize("name", CASES)
 def test_estimates_count_the_references_that_a_step_attends_to(name: str, folder: Path) -> None:
-    """The rows of its packed sequence that are not the result's, of 2 x 2 places of the latents each."""
+    """They are the other rows of its packed sequence, each of 2 x 2 places of the latents."""
     checkpoint, request = Checkpoint(folder), request_of(name, folder)
     opened = OpenedPipeline(folder, torch.device("cpu"), torch.float32)
     shapes, key = blank_conditioning(opened, request, 0).shapes, checkpoint.spec.reference_latents
@@ -242,7 +242,7 @@ def test_a_clip_of_frames_is_made(folder: Path) -> None:
 def test_an_adapter_is_added_to_its_transformer(
     prefix: str, part: str, folder: Path, tmp_path: Path, expected: Callable[[str], Latents]
 ) -> None:
-    """Files are for the first transformer, unless their keys name the second; diffusers takes both."""
+    """Files are for the first transformer, unless their keys name the second; diffusers accepts both."""
     name, scale, path = "a picture", 0.8, write_lora(folder, tmp_path / "ink", seed=1, says_alpha=False)
     (file,) = path.glob("*.safetensors")
     save_file({key.replace("transformer.", f"{prefix}.", 1): x for key, x in load_file(file).items()}, file)

@@ -1,4 +1,4 @@
-"""Qwen-Image with a control network on gangs of Gloo ranks, against diffusers' pipeline as a user calls it."""
+"""Qwen-Image with a control network on gangs of Gloo ranks equals diffusers' pipeline as users call it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def folder(folders: Callable[[Any], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def own(folder: Path) -> Tensor:
-    """Latents of the classic pipeline, as tokens."""
+    """Return the latents of the classic pipeline, as tokens."""
     return own_latents(folder, request_of(CASE, folder))
 
 
@@ -141,7 +141,7 @@ def test_a_folder_with_the_network_says_what_it_takes(folder: Path, folders: Cal
 
 
 def test_the_network_counts_as_the_gangs_memory(folder: Path) -> None:
-    """The encoder, which reads its class alone, loads no weights of it."""
+    """The encoder reads only its class and loads none of its weights."""
     checkpoint = Checkpoint(folder)
     module = checkpoint.denoiser().modules["transformer"]
     assert checkpoint.weights_bytes() == sum(weight.nbytes for weight in module.parameters())
@@ -166,7 +166,7 @@ def test_a_network_that_takes_a_mask_is_refused(folder: Path, tmp_path: Path) ->
 def test_a_step_at_full_size_is_what_a_gpu_can_record(
     strategy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins on the device, copies nothing from the host or to it, and reads no values back."""
+    """It begins on the device, copies nothing from or to the host, and reads no values back."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     (tmp_path / "config.json").write_text(json.dumps({"_class_name": "QwenImageControlNetModel", "num_layers": 5}))
     name = str(ModelSource(base="Qwen-Image", network=str(tmp_path)))
@@ -179,7 +179,7 @@ def test_a_step_at_full_size_is_what_a_gpu_can_record(
 
 @pytest.fixture
 def apart(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]:
-    """A folder without a control network, and one of the network alone."""
+    """Return a folder without a control network, and one of the network alone."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     model = shutil.copytree(folder, tmp_path / "model")
     network = Path(shutil.move(model / "controlnet", tmp_path / "network"))
@@ -229,7 +229,7 @@ def test_other_networks_and_models_are_refused(apart: tuple[Path, Path]) -> None
 
 
 def test_no_pipeline_and_no_export_with_a_network(folder: Path, folders: Callable[[Any], Path]) -> None:
-    """Its residuals are added between blocks, where stages meet; its step was exported by nobody."""
+    """Its residuals are added between blocks, where stages meet; no export supports its step."""
     assert "runs with a control network" in Checkpoint(folder).eager_only(is_split=False)
     assert not Checkpoint(folders(tiny_qwen.qwen)).eager_only(is_split=False)
     with pytest.raises(RuntimeError, match=r"ValueError: .*pipeline"):

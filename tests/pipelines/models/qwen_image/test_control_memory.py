@@ -1,4 +1,4 @@
-"""Memory of a control network beside a quantised transformer."""
+"""A control network needs its memory beside a quantised transformer."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def folder(folders: Callable[[Any], Path]) -> Path:
 
 
 def test_weights_to_quantise_stay_on_the_host_in_the_network_too(folder: Path) -> None:
-    """The peak is that of the result if the device's own loader fills both, as on a GPU."""
+    """The device's own loader fills both here as on a GPU, so the peak is that of the result."""
     checkpoint = Checkpoint(folder)
     on_device = dict[str, int]()
 
@@ -55,7 +55,7 @@ def test_weights_to_quantise_stay_on_the_host_in_the_network_too(folder: Path) -
 
 
 def test_adapters_that_may_come_keep_no_weights_of_the_network(folder: Path) -> None:
-    """They change the transformer alone, whose weights stay as they were loaded."""
+    """They change the transformer alone, whose loaded weights stay."""
     with separate_rank_resources():
         model = Checkpoint(folder, runtime_loras=LoraLimits()).denoiser(quantised=True)
         module = model.modules["transformer"]

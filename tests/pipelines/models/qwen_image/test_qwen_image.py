@@ -1,4 +1,4 @@
-"""Qwen-Image beside ``diffusers.QwenImagePipeline``, called as its card does: with a negative prompt of one space."""
+"""Qwen-Image equals ``diffusers.QwenImagePipeline`` as its card calls it: with a negative prompt of one space."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pair(folders: Callable[[Any], Path]) -> Pair:
 
 @pytest.fixture(scope="module")
 def silent(folders: Callable[[Any], Path]) -> MediaRequest:
-    """Return the default request, which says nothing of what to avoid."""
+    """Return the default request, without a negative prompt."""
     size = Size(width=48, height=32)
     return Checkpoint(folders(qwen)).defaults.request(size, prompt="a red circle", num_inference_steps=2, seed=5)
 

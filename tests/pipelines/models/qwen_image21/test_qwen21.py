@@ -1,4 +1,4 @@
-"""Qwen-Image 2.1 on gangs of Gloo ranks, against the pipeline's own call, which keeps keys of the prompt as well."""
+"""Qwen-Image 2.1 on gangs of Gloo ranks equals the pipeline's own call, which caches the prompt's keys as well."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def case_of(scale: float, pictures: tuple[tuple[int, int], ...] = (), solver: So
 
 @contextmanager
 def small_pictures() -> Iterator[None]:
-    """The blocks bring every picture to a megapixel, which takes a CPU long."""
+    """Shrink pictures: the blocks bring each to a megapixel, which takes long on a CPU."""
     with (
         patch(LOAD_PROCESSOR, lambda *_, **__: Qwen3Processor()),
         patch(SIZES, lambda area, ratio: (64, 32, None) if ratio > 1 else (32, 64, None)),
@@ -77,13 +77,13 @@ def denoised(folder: Path, case: PictureCase, strategy: str) -> Tensor:
 
 
 def without_exchange(folder: Path, case: PictureCase, exchange: str) -> Tensor:
-    """Each rank attends to its own tokens alone."""
+    """Let each rank attend to its own tokens alone."""
     with patch.object(strategies, exchange, lambda kernel, *_, **__: kernel):
         return denoised(folder, case, exchange)
 
 
 def worst_difference(folder: Path, case: PictureCase, num_ranks: int) -> float:
-    """Of all ranks with all strategies from the pipeline's own call."""
+    """Return the worst difference of all ranks and strategies from the pipeline's own call."""
     expected = own_latents(folder, case)
     several = [gang(num_ranks).run(denoised, folder, case, strategy) for strategy in STRATEGIES[num_ranks]]
     return max(relative_difference(latents, expected) for each in several for latents in each)
@@ -143,7 +143,7 @@ def loaded(folder: Path, model: DenoiserModel) -> Pipeline:
 
 @pytest.mark.parametrize("num_steps", [3, 5])
 def test_what_is_seen_is_made_once_a_job(folder: Path, num_steps: int) -> None:
-    """For the prompt and for the negative prompt."""
+    """It is made for the prompt and for the negative prompt."""
     model, num_tokens = Checkpoint(folder).denoiser(), []
     text: Any = model.modules["transformer"].get_submodule("txt_in")
     text.register_forward_hook(lambda _module, args, _output: num_tokens.append(args[0].shape[1]))
@@ -153,7 +153,7 @@ def test_what_is_seen_is_made_once_a_job(folder: Path, num_steps: int) -> None:
 
 
 def test_both_branches_may_run_at_once(folder: Path) -> None:
-    """Though one prompt is longer than the other."""
+    """One prompt is longer than the other."""
     pipeline = loaded(folder, Checkpoint(folder).denoiser())
     request = replace(request_of(case_of(3.0), folder), negative_prompt="blue, and nothing else")
     one, other = pipeline.sampler.branches(pipeline.sampler.begin(request, pipeline.text_encoder.encode(request)))
@@ -169,7 +169,7 @@ def test_words_that_see_what_comes_after_them_paint_something_else(folder: Path)
 
 
 def test_a_step_is_counted_without_what_is_made_once_a_job(folder: Path) -> None:
-    """But its memory is."""
+    """Its memory is counted."""
     model = Checkpoint(folder).denoiser()
     counted = profile(model)
     assert counted.num_attentions == 2
@@ -205,7 +205,7 @@ def test_the_picture_has_the_size_asked_for(folder: Path) -> None:
 
 
 def test_prompts_are_cut_before_places_run_out(folder: Path) -> None:
-    """Of which the transformer has 8192, and pictures to look at want some too."""
+    """The transformer has 8192 places, and input pictures need some too."""
     checkpoint = Checkpoint(folder)
     with small_pictures():
         encoder = checkpoint.text_encoder()
@@ -223,7 +223,7 @@ def test_what_covers_nothing_is_white() -> None:
 
 
 def test_the_published_configuration_is_covered() -> None:
-    """Diffusers' own plan for tensor parallelism, on the class's defaults, which are the published model's."""
+    """The plan is diffusers' own for tensor parallelism, and the class's defaults are the published model."""
     from diffusers import QwenImage21Transformer2DModel
 
     with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What the text becomes in cross-attention, made once a job and given to every step."""
+"""The text's keys and values of cross-attention are made once a job and given to every step."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.pipelines.support.checkpoints.first_steps import first_step
 
 
 def branch_and_other() -> tuple[Branch, Branch]:
-    """Two branches that differ in their text alone."""
+    """Return two branches that differ in their text alone."""
     one, other = models.branches("wan", "even", num=2)
     return one, replace(one, inputs={**one.inputs, "encoder_hidden_states": other.inputs["encoder_hidden_states"]})
 

@@ -1,4 +1,4 @@
-"""Wan 2.2 TI2V 5B, which takes a timestep a token, on gangs of Gloo ranks."""
+"""Wan 2.2 TI2V 5B, with a timestep a token, runs on gangs of Gloo ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.pipelines.support.sample_requests import clip
 
 STRATEGIES = {2: (*CONTEXT, "tensor", "guidance"), 4: (*CONTEXT, "guidance2xulysses2", "tensor2xulysses2")}
 UNEVEN = {"width": 80, "height": 48}
-"""With three latent frames 45 tokens."""
+"""A size with 45 tokens in three latent frames."""
 REQUESTS = {
     "even": clip(true_cfg_scale=4.0, negative_prompt="green", num_inference_steps=2),
     "uneven": clip(true_cfg_scale=4.0, negative_prompt="green", num_inference_steps=2, num_frames=9, **UNEVEN),
@@ -100,7 +100,7 @@ def test_a_first_picture_is_what_diffusers_makes_of_it(num_ranks: int, folder: P
 
 
 def test_a_folder_for_pictures_is_read_as_one_for_both(folder: Path, tmp_path: Path) -> None:
-    """The same weights under the name of diffusers' other pipeline, which needs a picture."""
+    """It has the same weights under the name of diffusers' other pipeline, which needs a picture."""
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     index = json.loads((tmp_path / "model_index.json").read_text())
     names = {"_class_name": "WanImageToVideoPipeline", "image_encoder": [None, None], "image_processor": [None, None]}
@@ -114,9 +114,9 @@ def test_a_folder_for_pictures_is_read_as_one_for_both(folder: Path, tmp_path: P
 
 
 def timed(checkpoint: Checkpoint, model: DenoiserModel, *, is_turned: bool = False) -> Branch:
-    """A forward of tokens with two times, as where some frames are known, here in any order: or those of other tokens.
+    """Return a forward of tokens with two times, in any order, as with known frames; or in reverse order.
 
-    Without a picture all have the same, which is given once.
+    Without a picture all tokens share one time.
     """
     branch, *_ = checkpoint.first_step(REQUESTS["uneven"])
     assert branch.inputs["timestep"].shape == (1, 1)

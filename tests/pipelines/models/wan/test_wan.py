@@ -1,4 +1,4 @@
-"""The same latents and pixels as ``diffusers.WanPipeline``."""
+"""Latents and pixels equal those of ``diffusers.WanPipeline``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Wan Animate 2 on gangs of Gloo ranks, against diffusers' pipeline as a user calls it: its loop over segments."""
+"""Wan Animate 2 on gangs of Gloo ranks equals diffusers' pipeline as users call it: its loop over segments."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ CASES = {
     "two segments": Case((48, 80), 17, tiny_animate.wan_animate2_segments),
     "three segments, distilled": Case((48, 80), 21, tiny_animate.wan_animate2_distilled_segments, {}),
 }
-"""15 places of 4 latent frames, 15 of 3, and 16 of 3; the picture's is among the frames. Segments have 15 places of 4,
-and the clip of three is a segment of 9 frames, 8 more of another, and 4 of one that is filled up."""
+"""15 places of 4 latent frames, 15 of 3, and 16 of 3; the picture's frame is included. Segments have 15 places of 4.
+The clip of three has a segment of 9 frames, 8 more in another, and 4 in a padded one."""
 SOME, TWO, THREE = "chunks begin amid a place", "two segments", "three segments, distilled"
 QUICK = {
     (SOME, 1, "ulysses"),
@@ -109,17 +109,17 @@ def driving_of(request: MediaRequest) -> list[Image.Image]:
 @dataclass(frozen=True)
 class Made:
     latents: Tensor
-    """Without the picture's frames; those of several segments after each other."""
+    """Latents without the picture's frames; several segments are concatenated."""
     pixels_FCHW: Tensor
 
 
 def latents_of(values: Mapping[str, Any]) -> Tensor:
-    """Return the same of what the decoder gets."""
+    """Return the same from the decoder's inputs."""
     return torch.cat([segment[:, 1:] for segment in (*values["finished_segments"], values["latents"])], dim=1)
 
 
 def own(folder: Path, request: MediaRequest) -> Made:
-    """Return diffusers' own result. Its pipeline forgets the latents of a segment when it has decoded them."""
+    """Return diffusers' own result. Its pipeline drops a segment's latents once it has decoded them."""
     length = min(request.num_frames, Checkpoint(folder).defaults.frames_per_chunk)
     latents: list[Tensor] = []
 
@@ -159,7 +159,7 @@ def test_latents_equal_diffusers(
 
 
 def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes) -> dict[str, Any]:
-    """Each rank attends to its own tokens alone, and to the driving clip."""
+    """Let each rank attend to its own tokens alone, and to the driving clip."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
         return denoised_from(folder, request, conditioning, "ulysses")
 
@@ -171,7 +171,7 @@ def test_without_the_exchange_they_do_not(folder: Path, expected: Callable[[str]
 
 
 def offloaded(folder: Path, request: MediaRequest, inputs: InputPictures) -> tuple[Tensor, list[str]]:
-    """Return the latents with blocks in host memory, and the passes of one of them."""
+    """Return the latents with blocks in host memory, and the passes of one block."""
     denoiser, passes = Checkpoint(folder).denoiser(), list[str]()
     block = denoiser.modules["transformer"].get_submodule(f"blocks.{SKIPPED_BLOCK}")
     block.register_forward_pre_hook(lambda _, args, call: passes.append(call["kv_cache_mode"]), with_kwargs=True)
@@ -213,7 +213,7 @@ def test_frames_equal_diffusers_and_a_preview_is_one_of_them(
 
 
 def test_a_preview_between_segments_shows_the_finished_one(folders: Callable[[Any], Path]) -> None:
-    """The next one is noise then."""
+    """The next segment is noise then."""
     folder = folders(CASES[TWO].kind)
     request, pipeline = request_of(TWO, folder), load_pipeline(Checkpoint(folder))
     states = list(pipeline.states(request, inputs_of(request)))
@@ -224,7 +224,7 @@ def test_a_preview_between_segments_shows_the_finished_one(folders: Callable[[An
 
 
 def test_steps_of_all_segments_are_counted(folders: Callable[[Any], Path]) -> None:
-    """By requests, before a job begins, and by the job itself; a job that is sent after each gives the same bytes."""
+    """Request and job agree on their number; a job that moves after each step gives the same bytes."""
     folder = folders(CASES[THREE].kind)
     request, pipeline, checkpoint = request_of(THREE, folder), load_pipeline(Checkpoint(folder)), Checkpoint(folder)
     states = list(pipeline.states(request, inputs_of(request)))
@@ -279,7 +279,7 @@ def test_picture_clip_and_negative_prompt_matter(folder: Path) -> None:
 
 
 def test_a_job_moves_between_ranks_and_passes_once_over_its_clip(folder: Path) -> None:
-    """Both branches of guidance share its keys and values; the negative one leaves a block out."""
+    """Both branches of guidance share its keys and values; the negative one skips a block."""
     request, denoiser = request_of(SOME, folder), Checkpoint(folder).denoiser()
     pipeline = load_pipeline(Checkpoint(folder), TorchEngine(denoiser, strategy="ulysses"))
     conditioning = pipeline.text_encoder.encode(request, inputs_of(request))
@@ -304,7 +304,7 @@ def test_a_job_moves_between_ranks_and_passes_once_over_its_clip(folder: Path) -
 
 @pytest.mark.parametrize("name", [SOME, "distilled", TWO])
 def test_a_gang_prepares_with_blank_inputs(name: str, folders: Callable[[Any], Path]) -> None:
-    """Steps that nobody asked for have the shapes of those that somebody does."""
+    """Blank steps have the shapes of real ones."""
     folder = folders(CASES[name].kind)
     checkpoint, request = Checkpoint(folder), request_of(name, folder)
     sampler, encoder = checkpoint.sampler(), checkpoint.text_encoder()
@@ -348,7 +348,7 @@ def test_blank_keys_have_the_shapes_of_real_ones(folder: Path) -> None:
 
 @torch.no_grad()
 def test_a_step_at_full_size_is_what_a_gpu_can_record_and_compile(folder: Path, tmp_path: Path) -> None:
-    """By one block of the published size, for the default clip of 81 frames: 50 x 40 places of 22 latent frames.
+    """One block of the published size runs for the default clip of 81 frames: 50 x 40 places of 22 latent frames.
 
     It is compiled for both passes.
     """

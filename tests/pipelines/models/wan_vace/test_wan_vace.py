@@ -1,4 +1,4 @@
-"""Wan VACE on gangs of Gloo ranks, against diffusers' pipeline as a user calls it."""
+"""Wan VACE on gangs of Gloo ranks equals diffusers' pipeline as users call it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.pipelines.support.references import own_clips
 from tests.pipelines.support.references.video import Frames, denoised_from, encoded, frames, picture, pictures_of
 
 HEIGHT, WIDTH, NUM_FRAMES = 48, 80, 5
-"""30 tokens, or 15 more with each picture: 4 ranks must pad them."""
+"""Size with 30 tokens, or 15 more for each picture: 4 ranks must pad them."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def masks_of() -> Frames:
 
 
 def shown(name: str) -> list[Image.Image]:
-    """Pictures of another shape than the clip."""
+    """Return pictures of another shape than the clip."""
     return [picture(64, 96, seed) for seed in range(7, 7 + CASES[name].num_pictures)]
 
 
@@ -102,7 +102,7 @@ def inputs_of(name: str) -> InputPictures:
 
 
 def own(name: str, folder: Path, request: MediaRequest, **more: Any) -> Any:
-    """Return what diffusers' pipeline makes of the same."""
+    """Return diffusers' result for the same case."""
     case = CASES[name]
     call: dict[str, Any] = {"reference_images": shown(name) or None, **more}
     if case.has_mask:
@@ -114,7 +114,7 @@ def own(name: str, folder: Path, request: MediaRequest, **more: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def expected(folders: Callable[[Any], Path]) -> Callable[[str], Tensor]:
-    """The latents, without those of the pictures before them."""
+    """Return the latents, without those of the pictures before them."""
 
     def of(name: str) -> Tensor:
         folder = folders(CASES[name].make)
@@ -138,7 +138,7 @@ def test_latents_equal_diffusers(
 
 
 def without_exchange(folder: Path, request: MediaRequest, conditioning: bytes) -> dict[str, Any]:
-    """Each rank attends to its own tokens alone."""
+    """Let each rank attend to its own tokens alone."""
     with patch.object(strategies, "ulysses", lambda kernel, axis, **_: kernel):
         return denoised_from(folder, request, conditioning, "ulysses")
 
@@ -158,7 +158,7 @@ def test_what_comes_along_matters(expected: Callable[[str], Tensor]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_gang_prepares_with_blank_inputs(name: str, folders: Callable[[Any], Path]) -> None:
-    """Steps that nobody asked for have the shapes of those that somebody does, without a clip too."""
+    """Blank steps have the shapes of real ones, also without a clip."""
     folder = folders(CASES[name].make)
     checkpoint, request = Checkpoint(folder), request_of(name, folder)
     sampler = checkpoint.sampler()
@@ -170,7 +170,7 @@ def test_a_gang_prepares_with_blank_inputs(name: str, folders: Callable[[Any], P
 
 
 def test_a_job_makes_the_texts_keys_once(folders: Callable[[Any], Path]) -> None:
-    """The loop of diffusers would make a new control clip in every call."""
+    """Diffusers' own loop would make a new control clip in every call."""
     folder = folders(tiny_vace.wan_vace)
     checkpoint = Checkpoint(folder, dtype=torch.bfloat16)
     denoiser, calls = checkpoint.denoiser(), list[Any]()

@@ -1,4 +1,4 @@
-"""Z-Image and Z-Image-Turbo are told apart by what their publisher put in their folders, and drawn as it draws them."""
+"""Z-Image and Z-Image-Turbo are told apart by their published folders, and drawn as their publisher draws them."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from tests.pipelines.support.references.own_call import own_latents
 
 TOLERANCE = 1e-4
 PAGES_GUIDANCE = 4.0
-"""What the model's page gives ``ZImagePipeline`` as ``guidance_scale``."""
+"""``guidance_scale`` of ``ZImagePipeline`` on the model's page."""
 
 
 @pytest.fixture
 def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    """A folder of another name with what the hub has."""
+    """Return a folder of another name with the published files."""
     copied = shutil.copytree(PUBLISHED / request.param, tmp_path / "downloaded")
     (copied / "troupe.json").unlink(missing_ok=True)
     return copied
@@ -42,7 +42,7 @@ def test_a_folder_says_how_many_steps_and_how_much_guidance(folder: Path, num_st
 
 
 def test_guidance_by_default_is_that_of_the_models_page(tmp_path: Path) -> None:
-    """Both pipelines of diffusers, which count it from different predictions, draw the same picture."""
+    """Diffusers' two pipelines count guidance from different predictions, and draw the same picture."""
     tiny = tiny_models.z_image(tmp_path / "tiny")
     schedule = tiny / "scheduler" / "scheduler_config.json"
     schedule.write_text(json.dumps({**json.loads(schedule.read_text()), "shift": 6.0}))

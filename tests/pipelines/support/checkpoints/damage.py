@@ -1,4 +1,4 @@
-"""Files of a part, changed as published files and damaged ones are."""
+"""Change files of a part into published forms and damaged ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FP8_LIMIT = 448
 
 
 def changed(base: Path, part: str, target: Path, change: Callable[[Tensors], Tensors]) -> Path:
-    """A copy of the folder ``base`` whose ``part`` holds what ``change`` makes of its tensors."""
+    """Copy the folder ``base``, with ``part``'s tensors replaced by ``change`` of them. Return the copy."""
     shutil.copytree(base, target)
     (file,) = (target / part).glob("*.safetensors")
     save_file(change(load_file(file)), file, metadata={"format": "pt"})
@@ -23,7 +23,7 @@ def changed(base: Path, part: str, target: Path, change: Callable[[Tensors], Ten
 
 
 def scaled(tensors: Tensors, ending: str, *, by_row: bool = False, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensors:
-    """Square weights in eight bits, each with its scale under the key that ends in ``ending``."""
+    """Return square weights in eight bits, each with its scale under the key that ends in ``ending``."""
     written: Tensors = {}
     for name, x in tensors.items():
         if name.endswith(".weight") and x.ndim == 2 and ("attention" in name or "attn" in name):
@@ -38,7 +38,7 @@ def scaled(tensors: Tensors, ending: str, *, by_row: bool = False, dtype: torch.
 
 
 def by_hand(tensors: Tensors, ending: str) -> Tensors:
-    """What ``scaled`` stands for: each weight times its scale."""
+    """Return the tensors that ``scaled`` stands for: each weight times its scale."""
     plain = {name: x.float() for name, x in tensors.items() if not name.endswith(ending)}
     for name in tensors:
         if name.endswith(ending):

@@ -16,7 +16,7 @@ NUM_TEXT = 11
 
 
 def first_step(folder: Path, num_pictures: int | None = None) -> tuple[Branch, ...]:
-    """Token counts that several ranks must pad; two branches with guidance. By default as few pictures as it takes."""
+    """Return a step whose tokens ranks must pad; two branches with guidance. By default it has few pictures."""
     defaults, opened = Checkpoint(folder).defaults, OpenedPipeline(folder, torch.device("cpu"), torch.float32)
     size = Size(width=5 * defaults.size_multiple, height=3 * defaults.size_multiple, num_frames=defaults.num_frames)
     num_pictures = defaults.min_pictures if num_pictures is None else num_pictures

@@ -1,4 +1,4 @@
-"""Parts of tiny models, random weights: what several checkpoints have in common."""
+"""Parts with random weights that several tiny checkpoints share."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ALPHABET = ["<pad>", *string.printable, "<eos>"]
 CHAT = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 HIDDEN, NUM_HEADS = 32, 4
 CHANNELS = {3: (8, 16, 16), 4: (8, 8, 16, 16)}
-"""Of an auto-encoder's stages, by their number: one latent value is 4x4 pixels, or 8x8 as published."""
+"""Channels of an auto-encoder's stages, by number: one latent value is 4x4 pixels, or 8x8 as published."""
 
 
 def shake(model: nn.Module, seed: int = 3) -> nn.Module:
-    """Fresh weights are too small or zero in places and would hide faults in attention, modulation and norms."""
+    """Replace fresh weights, which are too small or zero in places and would hide faults."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -35,7 +35,7 @@ def shake(model: nn.Module, seed: int = 3) -> nn.Module:
 
 
 def tokenizer(max_length: int = TEXT_TOKENS, chat: str | None = None) -> Any:
-    """One token a character; ``chat`` is the template of messages."""
+    """Return a tokenizer with one token a character; ``chat`` is the template of messages."""
     from transformers import PreTrainedTokenizerFast
 
     letters = Tokenizer(models.WordLevel({letter: index for index, letter in enumerate(ALPHABET)}, unk_token=" "))
@@ -55,7 +55,7 @@ def chat_tokenizer(chat: str = CHAT) -> Any:
 
 
 def clip(width: int = HIDDEN, num_layers: int = 1, kind: str = "CLIPTextModel", max_length: int = TEXT_TOKENS) -> Any:
-    """Or ``CLIPTextModelWithProjection``."""
+    """Return a ``CLIPTextModel`` or ``CLIPTextModelWithProjection``."""
     import transformers
 
     sizes = {"hidden_size": width, "intermediate_size": 2 * width, "num_hidden_layers": num_layers}
@@ -66,7 +66,7 @@ def clip(width: int = HIDDEN, num_layers: int = 1, kind: str = "CLIPTextModel", 
 
 
 def t5(name: str) -> Any:
-    """``T5`` or ``UMT5``."""
+    """Return a ``T5`` or ``UMT5`` encoder."""
     import transformers
 
     sizes = {"d_model": 48, "d_kv": 12, "d_ff": 96, "num_layers": 1, "num_heads": 4}
@@ -97,7 +97,7 @@ def multistep() -> Any:
 
 
 def auto_encoder(num_channels: int, num_stages: int, kind: str = "AutoencoderKL", **settings: Any) -> Any:
-    """``num_channels`` of latents. Or ``AutoencoderKLFlux2``."""
+    """Return an auto-encoder with ``num_channels`` of latents; ``kind`` may be ``AutoencoderKLFlux2``."""
     import diffusers
 
     down, up = ("DownEncoderBlock2D",) * num_stages, ("UpDecoderBlock2D",) * num_stages
@@ -115,14 +115,14 @@ def flux2_auto_encoder(num_stages: int = 3) -> Any:
 
 
 def saved(parts: Mapping[str, Any], path: Path) -> dict[str, list[str]]:
-    """Saves each part in a folder of its name; returns what an index says of their classes."""
+    """Save each part in a folder of its name. Return the index entries of their classes."""
     for name, part in parts.items():
         part.save_pretrained(path / name)
     return {name: [type(part).__module__.split(".")[0], type(part).__name__] for name, part in parts.items()}
 
 
 def places(entries: Mapping[str, list[str]], path: Path) -> dict[str, Any]:
-    """The same for a modular index: where each part is, too."""
+    """Return the entries of a modular index, which also has each part's place."""
     return {
         name: [*entry, {"pretrained_model_name_or_path": str(path), "subfolder": name, "type_hint": entry}]
         for name, entry in entries.items()

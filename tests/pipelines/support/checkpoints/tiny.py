@@ -25,7 +25,7 @@ def flux(
     guidance_embeds: bool = True,
     dynamic_shift: bool = True,
 ) -> Path:
-    """FLUX.1-dev in small (schnell: neither guidance nor shift), or ``FluxKontextPipeline``, whose parts are the same.
+    """Write a small FLUX.1-dev (schnell: neither guidance nor shift), or ``FluxKontextPipeline`` with the same parts.
     With three stages one latent value is 4x4 pixels."""
     import diffusers
 
@@ -60,7 +60,7 @@ def wan(
     expand_timesteps: bool = False,
     max_tokens: int = TEXT_TOKENS,
 ) -> Path:
-    """Wan 2.1 in small; with ``boundary_ratio`` Wan 2.2's pair of transformers, else optionally its per-token time."""
+    """Write a small Wan 2.1; with ``boundary_ratio`` Wan 2.2's two transformers, else optionally its per-token time."""
     import diffusers
 
     diffusers.WanPipeline(
@@ -81,7 +81,7 @@ def wan22(path: Path) -> Path:
 
 
 def wan_per_token(path: Path) -> Path:
-    """Its prompts are as long as those of the published model, which diffusers has as its default."""
+    """Write a model with prompts of the published length, which is diffusers' default."""
     return wan(path, expand_timesteps=True, max_tokens=512)
 
 

@@ -1,4 +1,4 @@
-"""Wan Animate 2 in small, random weights: a folder with a modular index, as it is published."""
+"""A small Wan Animate 2 with random weights: a folder with a modular index, as published."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.pipelines.support.checkpoints.tiny import wan_vae
 
 NUM_TOKENS = 32
 NUM_LAYERS = 11
-"""Without the words that are to be avoided, block 9 is left out."""
+"""Without negative words block 9 is skipped."""
 
 
 def wan_animate2(path: Path, kind: str = "WanAnimate2") -> Path:
@@ -48,10 +48,7 @@ def wan_animate2(path: Path, kind: str = "WanAnimate2") -> Path:
 
 
 def without_weights(folder: Path, path: Path) -> Path:
-    """The configurations of ``folder``, but of transformer and auto-encoder in the sizes of diffusers' defaults.
-
-    They are those of the published models.
-    """
+    """Copy configurations, with transformer and auto-encoder in diffusers' default (the published) sizes."""
     import diffusers
 
     shutil.copytree(folder, path, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -67,7 +64,7 @@ def wan_animate2_distilled(path: Path) -> Path:
 
 
 def wan_animate2_segments(path: Path) -> Path:
-    """Return one whose clips are made in segments of three latent frames."""
+    """Write a model whose clips are made in segments of three latent frames."""
     return in_segments(wan_animate2(path))
 
 

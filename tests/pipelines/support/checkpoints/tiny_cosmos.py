@@ -10,11 +10,11 @@ from tests.pipelines.support.checkpoints.parts import ALPHABET, chat_tokenizer, 
 from tests.pipelines.support.checkpoints.tiny import wan_vae
 
 VISION_START = "<|vision_start|>"
-"""The pipeline ends prompts with it."""
+"""The token with which the pipeline ends prompts."""
 
 
 def cosmos(path: Path, *, sound: bool = False, **more: Any) -> Path:
-    """Cosmos 3 Nano in small; one latent value is 8x8 pixels and 4 frames."""
+    """Write a small Cosmos 3 Nano; one latent value is 8x8 pixels and 4 frames."""
     import diffusers
 
     diffusers.Cosmos3OmniPipeline(
@@ -36,7 +36,7 @@ SIGMAS = [1.0, 0.6]
 
 
 def cosmos_distilled(path: Path) -> Path:
-    """Two steps of a schedule of its own, in a folder with the modular index: noise is drawn anew in each."""
+    """Write a model with two steps of its own schedule and a modular index: each step draws new noise."""
     from diffusers import Cosmos3DistilledModularPipeline, FlowMatchEulerDiscreteScheduler
 
     index = cosmos(path) / "model_index.json"

@@ -1,4 +1,4 @@
-"""FLUX.3 and its distilled form in small, random weights."""
+"""FLUX.3 and its distilled form, small, with random weights."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tests.pipelines.support.checkpoints.parts import HIDDEN, flow, flux2_auto_e
 from tests.pipelines.support.checkpoints.tiny_qwen import Qwen3Processor, qwen3_vl
 
 NUM_LAYERS, NUM_STACKED = 32, 8
-"""Of the text encoder, and of which the states are stacked."""
+"""Layers of the text encoder, and how many states are stacked."""
 LOAD_PROCESSOR = "transformers.AutoProcessor.from_pretrained"
 
 
 class Flux3Processor(Qwen3Processor):
-    """It gives the prompt back as words."""
+    """Returns the prompt unchanged."""
 
     def apply_chat_template(self, messages: Any, **_: Any) -> Any:
         return messages[0]["content"]
@@ -53,5 +53,5 @@ flux3_distilled = partial(flux3, distilled=True)
 
 
 def encode_as_given(pipeline: Any) -> None:
-    """What diffusers says to do where there is no model that rewrites prompts."""
+    """Follow diffusers' advice for folders without a model that rewrites prompts."""
     pipeline._blocks.sub_blocks.pop("prompt_upsampler")

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of Helios, random weights, in diffusers' layout: the base model, and those in stages."""
+"""Tiny checkpoints of Helios, random weights, in diffusers' layout: the base model, and staged ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def helios(path: Path) -> Path:
 
 
 def helios_amplified(path: Path) -> Path:
-    """The keys of its history are scaled by head."""
+    """Write a model that scales the keys of its history by head."""
     import diffusers
 
     parts = _parts(is_amplify_history=True)

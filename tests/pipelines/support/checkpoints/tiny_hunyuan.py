@@ -11,7 +11,7 @@ from tests.pipelines.support.checkpoints.tiny_qwen import qwen_vl
 
 
 def hunyuan_video(path: Path, *, task: str = "t2v") -> Path:
-    """HunyuanVideo 1.5 in small; one latent value is 16x16 pixels (the blocks know no others) and 2 frames."""
+    """Write a small HunyuanVideo 1.5; one latent value is 16x16 pixels (the blocks allow no other) and 2 frames."""
     import diffusers
     from diffusers.guiders import ClassifierFreeGuidance
     from transformers import ByT5Tokenizer
@@ -53,7 +53,7 @@ def byt5() -> Any:
 
 
 def _siglip() -> dict[str, Any]:
-    """As many tokens of a picture as the published encoder gives: 27 squared."""
+    """Return an encoder with the published number of picture tokens: 27 squared."""
     from transformers import SiglipImageProcessor, SiglipVisionConfig, SiglipVisionModel
 
     sizes = {"hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}

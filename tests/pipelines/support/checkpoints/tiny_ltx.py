@@ -11,7 +11,7 @@ from tests.pipelines.support.checkpoints.parts import flow, qwen3, shake, t5, to
 
 
 def ltx(path: Path) -> Path:
-    """LTX-Video in small; one latent value is 32x32 pixels (the blocks know no others) and 4 frames."""
+    """Write a small LTX-Video; one latent value is 32x32 pixels (the blocks allow no other) and 4 frames."""
     import diffusers
 
     transformer = diffusers.LTXVideoTransformer3DModel(
@@ -50,9 +50,9 @@ def ltx(path: Path) -> Path:
 
 
 def ltx2(path: Path, *, num_layers: int = 29, **changes: Any) -> Path:
-    """LTX-2.3 in small; one latent value is 32x32 pixels (the blocks know no others) and 2 frames.
+    """Write a small LTX-2.3; one latent value is 32x32 pixels (the blocks allow no other) and 2 frames.
 
-    With 29 layers it has the one that guidance by a perturbed layer skips. ``changes`` are those of the transformer.
+    29 layers include the one that guidance by a perturbed layer skips. ``changes`` are the transformer's.
     """
     import diffusers
 
@@ -74,11 +74,11 @@ ltx2_few_layers = partial(ltx2, num_layers=2)
 ltx2_gated = partial(
     ltx2, num_layers=2, gated_attn=True, audio_gated_attn=True, rope_type="interleaved", cross_attn_mod=True
 )
-"""With a gate a head, and all features of a token turned alike (the class' defaults), not head by head."""
+"""A model with a gate a head, and interleaved rotation of a token's features (the class's default)."""
 
 
 def ltx2_two_stages(path: Path) -> Path:
-    """With a latent upsampler, auto-encoders whose latents are not normal, and the scheduler that is published."""
+    """Write a model with a latent upsampler, auto-encoders with unusual statistics, and the published scheduler."""
     import torch
     from diffusers import AutoModel
     from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
@@ -97,7 +97,7 @@ def ltx2_two_stages(path: Path) -> Path:
 
 
 def ltx25(path: Path) -> Path:
-    """LTX-2.5 in small, with both decoders and the parts that no request needs."""
+    """Write a small LTX-2.5, with both decoders and the parts that no request needs."""
     from diffusers import LTX2VideoDiffusionDecoderModel
     from diffusers.pipelines.ltx2.duration_head import LTX2DurationHead
 
@@ -119,7 +119,7 @@ def ltx25(path: Path) -> Path:
 
 
 def ltx25_modular(path: Path) -> Path:
-    """The same with the index of modular blocks."""
+    """Write the same with the index of modular blocks."""
     ltx25(path)
     file = path / "model_index.json"
     parts = {

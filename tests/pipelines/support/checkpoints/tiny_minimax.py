@@ -1,4 +1,4 @@
-"""MiniMax-H3 in small, random weights: a folder with a modular index, as it is published."""
+"""A small MiniMax-H3 with random weights: a folder with a modular index, as published."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tests.pipelines.support.checkpoints.parts import HIDDEN, saved, shake
 from tests.pipelines.support.checkpoints.tiny_qwen import Qwen3Processor, qwen3_vl, vision_tokenizer
 
 NUM_LAYERS = 51
-"""Of the text encoder, whose state after the fiftieth is used."""
+"""Layers of the text encoder; the state after the fiftieth is used."""
 LOAD_PROCESSOR = "transformers.Qwen3VLProcessor.from_pretrained"
 
 
 class MiniMaxProcessor(Qwen3Processor):
-    """What ``Qwen3VLProcessor`` does, which needs torchvision even to be made."""
+    """Stands for ``Qwen3VLProcessor``, which cannot be made without torchvision."""
 
     @property
     def image_processor(self) -> Any:
@@ -35,7 +35,7 @@ class MiniMaxProcessor(Qwen3Processor):
 
 
 class VideoProcessor:
-    """What ``Qwen3VLVideoProcessor`` does, which needs torchvision: patches of two frames each, as of pictures."""
+    """Stands for ``Qwen3VLVideoProcessor``, which needs torchvision: makes patches of two frames each."""
 
     temporal_patch_size = 2
 
@@ -58,20 +58,20 @@ class VideoProcessor:
         return {"pixel_values_videos": torch.cat(values), "video_grid_thw": torch.stack(grids)}
 
     def _together(self, first: Any, second: Any) -> Any:
-        """A picture is seen as two equal frames: take the first of one, and the second of the other."""
+        """Join two pictures, each seen as two equal frames: the first of one, and the second of the other."""
         shape = (len(first), 3, self.temporal_patch_size, -1)
         halves = first.reshape(shape)[:, :, :1], second.reshape(shape)[:, :, 1:]
         return torch.cat(halves, dim=2).reshape(first.shape)
 
 
 def minimax_h3(path: Path) -> Path:
-    """With the transformer for references, which has no weights here: nobody may load it."""
+    """Write a model with a transformer for references that has no weights: no test may load it."""
     classes = _write(path, {"transformer": shake(_transformer())})
     return _with_index(path, {**classes, "transformer_ref": classes["transformer"]})
 
 
 def minimax_h3_references(path: Path) -> Path:
-    """With the transformer for references alone, which scales pictures and clips to small sizes."""
+    """Write a model with only the transformer for references, which scales pictures and clips to small sizes."""
     classes = _write(path, {"transformer_ref": shake(_transformer(), seed=4)})
     sizes = {"canvas_short_edge": 64, "canvas_max_pixels": 64 * 128, "reference_image_short_edge": 96}
     return _with_index(path, classes, sizes)

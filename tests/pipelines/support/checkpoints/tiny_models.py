@@ -52,7 +52,7 @@ def flux2_klein(path: Path, *, vae: Any = None, is_distilled: bool = True) -> Pa
 
 
 def qwen_image(path: Path) -> Path:
-    """One latent value is 4x4 pixels."""
+    """Write a small Qwen-Image; one latent value is 4x4 pixels."""
     return tiny_qwen.qwen(path, vae=tiny_qwen.qwen_auto_encoder(num_halvings=2))
 
 

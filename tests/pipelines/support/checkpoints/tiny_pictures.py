@@ -1,5 +1,5 @@
-"""Tiny checkpoints of models that take pictures. As published, a latent value is 8x8 pixels: diffusers' blocks bring
-pictures to multiples of 16 whatever the auto-encoder."""
+"""Tiny checkpoints of models with input pictures. A latent value is 8x8 pixels, as published: diffusers' blocks bring
+pictures to multiples of 16 for any auto-encoder."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def flux2_auto_encoder() -> Any:
 
 
 def flux2_dev(path: Path) -> Path:
-    """The published tokenizer is inside a processor of pictures, which needs torchvision."""
+    """Write a small FLUX.2-dev. The published tokenizer is inside a picture processor, which needs torchvision."""
     from diffusers import Flux2Pipeline
 
     Flux2Pipeline(

@@ -1,4 +1,4 @@
-"""Qwen-Image, its editors, and Qwen-Image 2.1 in small."""
+"""Small Qwen-Image, its editors, and Qwen-Image 2.1."""
 
 from __future__ import annotations
 
@@ -62,18 +62,18 @@ def qwen_edit(path: Path) -> Path:
 
 
 def qwen_edit_plus(path: Path) -> Path:
-    """As of 2511: pictures are modulated as at time zero."""
+    """Write an editor like 2511: pictures are modulated as at time zero."""
     return qwen(path, "QwenImageEditPlusPipeline", zero_cond_t=True)
 
 
 def qwen_layered(path: Path) -> Path:
-    """Latents have more channels than pixels: what has as many is taken for latents by the classic pipeline."""
+    """Write a model with more channels in latents than in pixels, which the classic pipeline tells apart by this."""
     settings = {"use_additional_t_cond": True, "use_layer3d_rope": True}
     return qwen(path, "QwenImageLayeredPipeline", qwen_auto_encoder(z_dim=6, num_channels=4), **settings)
 
 
 def qwen_controlled(path: Path) -> Path:
-    """With a control network of one layer, for a transformer of two."""
+    """Write a model with a control network of one layer, for a transformer of two."""
     from diffusers import QwenImageControlNetModel, QwenImageControlNetPipeline, QwenImagePipeline
 
     parts = QwenImagePipeline.from_pretrained(qwen(path)).components
@@ -85,7 +85,7 @@ def qwen_controlled(path: Path) -> Path:
 
 
 class QwenProcessor:
-    """What ``Qwen2VLProcessor`` does, which needs torchvision even to be made."""
+    """Stands for ``Qwen2VLProcessor``, which cannot be made without torchvision."""
 
     def __init__(self) -> None:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -107,7 +107,7 @@ class QwenProcessor:
 
 
 EYE = 16
-"""Pixels a side of what Qwen-Image 2.1's encoder sees at once; four of them take the place of four latent tokens."""
+"""Side in pixels of a token of Qwen-Image 2.1's encoder; four of them replace four latent tokens."""
 VISION = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
 
 
@@ -118,7 +118,7 @@ def vision_tokenizer() -> Any:
 
 
 TALKS_UNTIL = string.ascii_uppercase
-"""What ends the description of a picture, so that it is a few words."""
+"""Characters that end the description of a picture, so that it is a few words."""
 
 
 def qwen_vl() -> Any:
@@ -174,14 +174,14 @@ TURBO_SIGMAS = [1.0, 0.7, 0.3]
 
 
 def qwen21_turbo(path: Path) -> Path:
-    """The same with the schedule that it was distilled for, which is a setting of its pipeline."""
+    """Write the same with the schedule it was distilled for, which is a setting of its pipeline."""
     index = qwen21(path) / "model_index.json"
     index.write_text(json.dumps({**json.loads(index.read_text()), "sample_sigmas": TURBO_SIGMAS}))
     return path
 
 
 class Qwen3Processor:
-    """What ``Qwen3VLProcessor`` does, which needs torchvision even to be made."""
+    """Stands for ``Qwen3VLProcessor``, which cannot be made without torchvision."""
 
     def __init__(self) -> None:
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

@@ -59,7 +59,7 @@ def ltx(path: Path) -> Path:
 
 
 def sdxl(path: Path, *, in_channels: int = 4) -> Path:
-    """The U-Net of Stable Diffusion XL; one latent value is 4x4 pixels. With 9 channels, the one made for masks."""
+    """Write a small Stable Diffusion XL; one latent value is 4x4 pixels. With 9 channels it is the one for masks."""
     from diffusers import EulerDiscreteScheduler, StableDiffusionXLPipeline, UNet2DConditionModel
 
     unet = UNet2DConditionModel(
@@ -92,7 +92,7 @@ def sdxl(path: Path, *, in_channels: int = 4) -> Path:
 
 
 def anima(path: Path) -> Path:
-    """Cosmos' transformer with a text conditioner of its own between it and the text encoder."""
+    """Write Cosmos' transformer with a text conditioner between it and the text encoder."""
     from diffusers import AnimaTextConditioner, CosmosTransformer3DModel
 
     conditioner = AnimaTextConditioner(

@@ -1,4 +1,4 @@
-"""Wan VACE in small, random weights: Wan with a second stack of layers for a control clip."""
+"""A small Wan VACE with random weights: Wan with a second stack of layers for a control clip."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.pipelines.support.checkpoints.tiny import wan_vae
 
 
 def wan_vace(path: Path) -> Path:
-    """As Wan 2.1 is published: one transformer."""
+    """Write a model with one transformer, like Wan 2.1."""
     return _saved(path, transformer=_transformer(3))
 
 
 def wan22_vace(path: Path) -> Path:
-    """Wan 2.2, with a transformer for high noise and one for low noise."""
+    """Write a Wan 2.2 with a transformer for high noise and one for low noise."""
     return _saved(path, transformer=_transformer(3), transformer_2=_transformer(4), boundary_ratio=0.875)
 
 

@@ -1,4 +1,4 @@
-"""Tiny checkpoints of Wan that begin with a picture, random weights, in diffusers' layout."""
+"""Tiny checkpoints of Wan for clips from a picture, random weights, in diffusers' layout."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from tests.pipelines.support.checkpoints.tiny import wan_transformer, wan_vae
 IMAGE_DIM = 20
 VISION_SIZE = 32
 VISION_PATCH = 2
-"""As many tokens of a picture as the published encoder gives: (32 / 2) squared, and one for all."""
+"""Patch with the published number of picture tokens: (32 / 2) squared, and one for all."""
 
 
 def wan_picture(path: Path, *, num_pictures: int = 1) -> Path:
-    """Wan 2.1 that begins with a picture; with two, as the model for first and last frame."""
+    """Write a Wan 2.1 for clips from a picture; with two, from first and last frame."""
     transformer = _wan_transformer(
         seed=3,
         image_dim=IMAGE_DIM,
@@ -27,7 +27,7 @@ def wan_picture(path: Path, *, num_pictures: int = 1) -> Path:
 
 
 def wan_picture_two_experts(path: Path) -> Path:
-    """Wan 2.2 A14B that begins with a picture, which it sees in its latents alone."""
+    """Write a Wan 2.2 A14B for clips from a picture, which it sees in its latents alone."""
     two = {"transformer": _wan_transformer(seed=3), "transformer_2": _wan_transformer(seed=4)}
     return _wan(path, **two, boundary_ratio=0.9, image_encoder=None, image_processor=None)
 
@@ -49,7 +49,7 @@ def _wan(path: Path, **parts: Any) -> Path:
 
 
 def _wan_transformer(seed: int, **more: Any) -> Any:
-    """A latent value has 4 channels; 4 more say which frames are known, and 4 are these."""
+    """Return a transformer whose inputs are 4 latent channels, 4 for known frames, and 4 of their values."""
     return wan_transformer(seed, in_channels=12, **more)
 
 

@@ -28,12 +28,12 @@ PROJECTED = "CLIPTextModelWithProjection"
 
 
 def steady(**changes: Any) -> Any:
-    """A flow without a shift by size."""
+    """Return a flow scheduler without a shift by size."""
     return flow(use_dynamic_shifting=False, **changes)
 
 
 def language_model(name: str, **changes: Any) -> Any:
-    """A model of transformers, such as ``Gemma2Model``, whose configuration class has the name's first word."""
+    """Return a model of transformers, such as ``Gemma2Model``; its configuration class has the name's first word."""
     import transformers
 
     word = next(end for end in ("ForCausalLM", "Model") if name.endswith(end))
@@ -70,7 +70,7 @@ def chroma(path: Path) -> Path:
 
 
 def chroma_over(path: Path) -> Path:
-    """Chroma's image-to-image."""
+    """Write Chroma's image-to-image."""
     from diffusers import ChromaImg2ImgPipeline, ChromaPipeline
 
     folder = chroma(path / "chroma")
@@ -79,7 +79,7 @@ def chroma_over(path: Path) -> Path:
 
 
 def sana(path: Path) -> Path:
-    """One latent value is 32x32 pixels; the pipeline draws 1024x1024 and scales to the requested size."""
+    """Write a small Sana. One latent value is 32x32 pixels; the pipeline draws 1024x1024 and rescales."""
     from diffusers import AutoencoderDC, SanaPipeline, SanaTransformer2DModel
 
     transformer = SanaTransformer2DModel(
@@ -115,7 +115,7 @@ def sana(path: Path) -> Path:
 
 
 def pixart_sigma(path: Path) -> Path:
-    """No flow, and no callback at a step's end; the pipeline draws 256x256 and scales to the requested size."""
+    """Write a small PixArt-Sigma, which is no flow and has no callback; it draws 256x256 and rescales."""
     from diffusers import DPMSolverMultistepScheduler, PixArtSigmaPipeline, PixArtTransformer2DModel
 
     transformer = PixArtTransformer2DModel(
@@ -304,7 +304,7 @@ def hidream(path: Path) -> Path:
 
 
 def cogvideox(path: Path) -> Path:
-    """Clips: one latent value is 8x8 pixels of 4 frames."""
+    """Write a small CogVideoX: one latent value is 8x8 pixels of 4 frames."""
     from diffusers import AutoencoderKLCogVideoX, CogVideoXDDIMScheduler, CogVideoXPipeline, CogVideoXTransformer3DModel
 
     transformer = CogVideoXTransformer3DModel(
@@ -333,7 +333,7 @@ def cogvideox(path: Path) -> Path:
 
 
 def cogvideox_over(path: Path) -> Path:
-    """CogVideoX's video-to-video."""
+    """Write CogVideoX's video-to-video."""
     from diffusers import CogVideoXPipeline, CogVideoXVideoToVideoPipeline
 
     folder = cogvideox(path / "cogvideox")
@@ -342,7 +342,7 @@ def cogvideox_over(path: Path) -> Path:
 
 
 def wan_over(path: Path) -> Path:
-    """Wan's video-to-video: the transformer of its text-to-video, whose blocks take no clip."""
+    """Write Wan's video-to-video: its text-to-video's transformer, whose blocks take no clip."""
     from diffusers import WanVideoToVideoPipeline
 
     WanVideoToVideoPipeline(
@@ -356,7 +356,7 @@ def wan_over(path: Path) -> Path:
 
 
 def flux_controlled(path: Path) -> Path:
-    """FLUX with a control network."""
+    """Write FLUX with a control network."""
     from diffusers import FluxControlNetModel, FluxControlNetPipeline, FluxPipeline
 
     parts = FluxPipeline.from_pretrained(flux(path / "flux", num_stages=4)).components
@@ -367,7 +367,7 @@ def flux_controlled(path: Path) -> Path:
 
 
 def sdxl_controlled(path: Path) -> Path:
-    """Stable Diffusion XL with a control network, whose control picture is called ``image``."""
+    """Write Stable Diffusion XL with a control network, whose control picture is called ``image``."""
     from diffusers import ControlNetModel, StableDiffusionXLControlNetPipeline, StableDiffusionXLPipeline
 
     parts = StableDiffusionXLPipeline.from_pretrained(sdxl(path / "sdxl")).components

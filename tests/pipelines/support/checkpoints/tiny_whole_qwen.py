@@ -1,4 +1,4 @@
-"""Tiny checkpoints of pipelines without modular blocks whose prompts a vision language model reads: random weights."""
+"""Tiny checkpoints of pipelines without modular blocks and with a vision language model as encoder: random weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CLIP_TOKENS = 77
 
 
 def kandinsky5(path: Path) -> Path:
-    """Kandinsky 5's text-to-image. It draws one of seven sizes near 1024x1024."""
+    """Write Kandinsky 5's text-to-image. It draws one of seven sizes near 1024x1024."""
     from diffusers import Kandinsky5T2IPipeline
 
     vae = auto_encoder(4, 4, scaling_factor=0.36)
@@ -31,7 +31,7 @@ def kandinsky5(path: Path) -> Path:
 
 
 def kandinsky5_clips(path: Path) -> Path:
-    """Kandinsky 5's text-to-video: one latent value is 8x8 pixels of 4 frames."""
+    """Write Kandinsky 5's text-to-video: one latent value is 8x8 pixels of 4 frames."""
     from diffusers import AutoencoderKLHunyuanVideo, Kandinsky5T2VPipeline
 
     vae = AutoencoderKLHunyuanVideo(
@@ -66,7 +66,7 @@ def _kandinsky(**settings: Any) -> Any:
 
 
 def _kandinsky_parts() -> dict[str, Any]:
-    """The published tokenizer is inside a processor of pictures, which needs torchvision."""
+    """Return the other parts. The published tokenizer is inside a picture processor, which needs torchvision."""
     return {
         "text_encoder": qwen_vl(),
         "tokenizer": chat_tokenizer(),
@@ -77,7 +77,7 @@ def _kandinsky_parts() -> dict[str, Any]:
 
 
 def longcat_image(path: Path) -> Path:
-    """LongCat-Image, whose encoder writes a prompt of its own first."""
+    """Write LongCat-Image, whose encoder first writes a prompt of its own."""
     from diffusers import LongCatImagePipeline, LongCatImageTransformer2DModel
 
     transformer = LongCatImageTransformer2DModel(
@@ -102,7 +102,7 @@ def longcat_image(path: Path) -> Path:
 
 
 def hunyuan_image(path: Path, *, is_distilled: bool = False) -> Path:
-    """HunyuanImage 2.1, whose guider has the weights of guidance; the distilled one has a scale of its own."""
+    """Write HunyuanImage 2.1, whose guider has the guidance weights; the distilled one has a scale of its own."""
     from diffusers import HunyuanImagePipeline, HunyuanImageTransformer2DModel
     from diffusers.guiders import AdaptiveProjectedMixGuidance
     from transformers import ByT5Tokenizer
@@ -173,7 +173,7 @@ GLM_CODES = 64
 
 
 def glm_image(path: Path) -> Path:
-    """GLM-Image, whose language model draws tokens of the picture by chance first."""
+    """Write GLM-Image, whose language model first samples tokens of the picture."""
     from diffusers import GlmImagePipeline, GlmImageTransformer2DModel
     from transformers import ByT5Tokenizer, GlmImageProcessor
     from transformers.models.glm_image.image_processing_pil_glm_image import GlmImageImageProcessorPil

@@ -13,7 +13,7 @@ from pipelines.run import load_pipeline
 
 
 def painted(path: Path, request: MediaRequest, pictures: InputPictures = NO_PICTURES) -> NDArray[Any]:
-    """uint8 (frames, height, width, 3). ValueError outside the model's limits."""
+    """Return uint8 (frames, height, width, 3). Raise ValueError outside the model's limits."""
     checkpoint = Checkpoint(path)
     checkpoint.defaults.check(request)
     return load_pipeline(checkpoint).run(request, pictures)

@@ -1,4 +1,4 @@
-"""What diffusers' modular pipeline makes of a request when it is called as a whole, in one process."""
+"""Results of diffusers' modular pipeline when it is called as a whole, in one process."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from pipelines.directory import open_modular
 from pipelines.request import MediaRequest
 
 Change = Callable[[Any], None]
-"""What is done to a pipeline of diffusers before it is called."""
+"""Changes a pipeline of diffusers before the call."""
 
 
 def as_it_is(pipeline: Any) -> None:
-    """Changes nothing."""
+    """Change nothing."""
 
 
 @cache
 def own_latents(folder: Path, request: MediaRequest) -> Tensor:
-    """The finished latents, as they go into the decoder."""
+    """Return the finished latents, the decoder's input."""
     latents: Tensor = own_state(folder, request).get("latents")
     return latents
 
 
 def own_state(folder: Path, request: MediaRequest, *, change: Change = as_it_is, **more: Any) -> Any:
-    """``more`` are inputs besides those of the request: pictures."""
+    """Return the final state. ``more`` are inputs besides those of the request: pictures."""
     pipeline = open_modular(folder)
     pipeline.load_components(dtype=torch.float32)
     change(pipeline)
@@ -78,8 +78,8 @@ def uncompiled_masks() -> Iterator[None]:
 
 
 def longest_prompt(pipeline: Any, usual: int | None) -> int | None:
-    """The usual number of tokens, or as many as the folder's tokenizers give: tiny ones give fewer, and some encoders
-    fill prompts up to it."""
+    """Return the usual number of tokens, or the limit of the folder's tokenizers: tiny ones have fewer, and some
+    encoders pad prompts to it."""
     parts = (getattr(pipeline, name, None) for name in ("tokenizer", "tokenizer_2", "tokenizer_3", "processor"))
     limits = [getattr(one, "tokenizer", one).model_max_length for one in parts if one is not None]
     return min(usual, max(limits)) if usual is not None and limits else None

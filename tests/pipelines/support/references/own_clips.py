@@ -1,4 +1,4 @@
-"""The same clip by diffusers alone, in one process: the latents that go into the decoder."""
+"""Make the same clip by diffusers alone, in one process: the latents that go into the decoder."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Images = tuple[Image.Image, ...]
 
 
 def blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
-    """Of the modular pipeline."""
+    """Return latents of the modular pipeline."""
     named = {"image": images[0]} if images else {}
     return {"latents": own_state(folder, request, change=change, **named).get("latents")}
 
 
 def timed_blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
-    """Of the modular pipeline, told of the frames a second."""
+    """Return latents of the modular pipeline, called with the frame rate."""
     named = {"image": images[0]} if images else {}
     return {"latents": own_state(folder, request, change=change, frame_rate=request.fps, **named).get("latents")}
 
@@ -38,7 +38,7 @@ def sounding_blocks(
     pipeline: Any = None,
     **inputs: Any,
 ) -> Latents:
-    """The same with sound, and with all passes of its own guiders, which have a scale each. ``inputs`` are added.
+    """Return the same with sound, and all passes of its own guiders, each with its scale. ``inputs`` are added.
 
     ``pipeline`` is LTX-2's of ``folder`` by default.
     """
@@ -61,7 +61,7 @@ def sounding_blocks(
         num_frames=request.num_frames,
         frame_rate=request.fps,
         num_inference_steps=request.num_inference_steps,
-        # Prompts are filled up to it, and a tiny tokenizer has fewer.
+        # Prompts are padded to it, and a tiny tokenizer has fewer tokens.
         max_sequence_length=pipeline.tokenizer.model_max_length,
         sigmas=list(request.solver.sigmas) or None,
         generator=torch.Generator().manual_seed(request.seed),
@@ -73,7 +73,7 @@ def sounding_blocks(
 
 
 def hunyuan_blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
-    """Of the modular pipeline."""
+    """Return latents of the modular pipeline."""
     from diffusers import HunyuanVideo15ModularPipeline
 
     pipeline = HunyuanVideo15ModularPipeline(pretrained_model_name_or_path=str(folder))
@@ -101,7 +101,7 @@ def hunyuan_blocks(folder: Path, request: MediaRequest, images: Images, change: 
 
 
 def hunyuan_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents:
-    """Of the classic pipeline without guidance, with which the blocks fail."""
+    """Return latents of the classic pipeline without guidance, with which the blocks fail."""
     import diffusers
 
     pipeline = _classic(diffusers.HunyuanVideo15Pipeline, folder)
@@ -119,7 +119,7 @@ def hunyuan_pipeline(folder: Path, request: MediaRequest, images: Images) -> Lat
 
 
 def _show(pipeline: Any, image: Image.Image) -> None:
-    """The blocks put zeros in place of what the encoder sees in the picture."""
+    """Replace the zeros that the blocks use by the encoder's output for the picture."""
     shown = pipeline.feature_extractor.preprocess(images=image, do_resize=True, return_tensors="pt")
     with torch.no_grad():
         seen = pipeline.image_encoder(**shown).last_hidden_state
@@ -128,7 +128,7 @@ def _show(pipeline: Any, image: Image.Image) -> None:
 
 
 def ltx_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents:
-    """Of the classic pipeline: the blocks fail without a negative prompt. Unpacked as the decoder takes them."""
+    """Return the classic pipeline's latents in the decoder's form: the blocks fail without a negative prompt."""
     import diffusers
 
     latents_BLC: Any = _classic(diffusers.LTXPipeline, folder)(
@@ -152,7 +152,7 @@ def ltx2_tokens(pipeline: Any, folder: Path, request: MediaRequest, **conditions
     import diffusers
 
     parts = diffusers.LTX2Pipeline.from_pretrained(folder).components
-    parts["tokenizer"].padding_side = "left"  # as Gemma's
+    parts["tokenizer"].padding_side = "left"  # Gemma's side
     taken = inspect.signature(pipeline.__init__).parameters
     classic = pipeline(**{part: model for part, model in parts.items() if part in taken})
     classic.set_progress_bar_config(disable=True)
@@ -176,8 +176,8 @@ def ltx2_tokens(pipeline: Any, folder: Path, request: MediaRequest, **conditions
 
 
 def wan_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents:
-    """Of the classic pipeline: the blocks cut the last frame with width and height exchanged, and know no timestep a
-    token."""
+    """Return the classic pipeline's latents: the blocks swap width and height of the last frame, and lack per-token
+    timesteps."""
     import diffusers
 
     latents: Any = _classic(diffusers.WanImageToVideoPipeline, folder)(
@@ -198,7 +198,7 @@ def wan_pipeline(folder: Path, request: MediaRequest, images: Images) -> Latents
 def vace_pipeline(
     folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is, **call: Any
 ) -> Latents:
-    """Wan VACE with a clip, and what else is in ``call``; without the latent frames of reference pictures."""
+    """Return Wan VACE's result for a clip and ``call``, without the latent frames of reference pictures."""
     from diffusers import WanVACEPipeline
 
     pipeline = _classic(WanVACEPipeline, folder)
@@ -225,8 +225,7 @@ def _classic(pipeline: Any, folder: Path) -> Any:
 
 
 def guided_blocks(folder: Path, request: MediaRequest, images: Images, change: Change = as_it_is) -> Latents:
-    """Of a modular pipeline that guides itself; with sound where the folder has what decodes it,
-    and it is wanted."""
+    """Return the result of a modular pipeline that guides itself, with sound if folder and request have it."""
     sounds = (folder / "sound_tokenizer").is_dir() and request.num_frames > 1 and request.sound is not False
     state = own_state(
         folder,

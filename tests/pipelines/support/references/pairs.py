@@ -1,4 +1,4 @@
-"""Our pipeline and diffusers', from the same directory, asked the same thing."""
+"""Our pipeline and diffusers', from the same directory, with the same request."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ class Pair:
         self.theirs.set_progress_bar_config(disable=True)
 
     def latents(self, request: MediaRequest) -> tuple[Tensor, Tensor]:
-        """Both as the pipeline of diffusers returns them."""
+        """Return both in the form of diffusers' pipeline."""
         ours, theirs = self.ours.denoise(request)["latents"], self._reference(request, "latent")
         return ours if self.is_video else pack(ours), theirs
 
     def pixels(self, request: MediaRequest) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Values from 0 to 1, ours before they are rounded to bytes; shape (frames, height, width, 3)."""
+        """Return values from 0 to 1, ours before rounding to bytes; shape (frames, height, width, 3)."""
         theirs = np.asarray(self._reference(request, "np"))
         pixels_FCHW = self.ours.decoder.pixels(self.ours.denoise(request)).float()
         return pixels_FCHW.permute(0, 2, 3, 1).numpy(), theirs[0] if self.is_video else theirs
@@ -76,7 +76,7 @@ def check_latents(pair: Pair, request: MediaRequest, tolerance: float = 1e-4) ->
 
 
 def check_pixels(pair: Pair, request: MediaRequest, tolerance: float = 1e-4) -> None:
-    """Before rounding equal within ``tolerance``; the bytes but for values so near to the middle that they part."""
+    """Check that pixels are equal within ``tolerance``, and bytes except at rounding's midpoints."""
     ours, theirs = pair.pixels(request)
     assert ours.shape == theirs.shape == (request.num_frames, request.height, request.width, 3)
     assert theirs.std() > 10 / 255

@@ -1,4 +1,4 @@
-"""Requests with pictures beside them: how our pipelines and diffusers' own get the same ones."""
+"""Requests with pictures, in the form of our pipelines and of diffusers' own."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QWEN_SIZES = "diffusers.modular_pipelines.qwenimage.encoders.calculate_dimension
 
 @dataclass(frozen=True, kw_only=True)
 class PictureCase:
-    """``sides`` are height and width in the model's multiples, ``pictures`` (width, height) of what comes along.
+    """``sides`` are height and width in the model's multiples, ``pictures`` (width, height) of the inputs.
 
     ``tensor``: the plan splits weights; ``guidance``: a step has two branches. ``own`` are inputs of the pipeline's own
     call that no request has.
@@ -47,7 +47,7 @@ class PictureCase:
     own: Mapping[str, Any] = field(default_factory=dict)
 
     def strategies(self, num_ranks: int) -> tuple[str, ...]:
-        """All that the plan allows, of the kinds that the case is to try."""
+        """Return the plan's strategies that the case tests."""
         if num_ranks == 1:
             return ("ulysses",)
         several = ("tensor" if self.tensor else "", "guidance" if self.guidance else "")
@@ -55,13 +55,13 @@ class PictureCase:
 
 
 def drawn(width: int, height: int, seed: int) -> Image.Image:
-    """Noise in large squares."""
+    """Return noise in large squares."""
     squares = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), np.uint8)
     return Image.fromarray(squares, "RGB").resize((width, height), Image.Resampling.NEAREST)
 
 
 def mask_of(width: int, height: int) -> Image.Image:
-    """White in the left half."""
+    """Return a mask that is white in the left half."""
     mask = Image.new("L", (width, height), 0)
     mask.paste(255, (0, 0, width // 2, height))
     return mask
@@ -78,7 +78,7 @@ def pictures_of(case: PictureCase) -> InputPictures:
 
 
 CONTROL_SIZE = (80, 48)
-"""Of a control picture: the size of the requests with one, for which no picture is cut."""
+"""Size of a control picture, equal to its requests' size, so that none is cropped."""
 
 
 def request_of(case: PictureCase, folder: Path) -> MediaRequest:
@@ -92,7 +92,7 @@ def request_of(case: PictureCase, folder: Path) -> MediaRequest:
 
 
 def ran(pipeline: Pipeline, checkpoint: Checkpoint, case: PictureCase) -> Mapping[str, Any]:
-    """The finished latents, by all ranks there are, and what the decoder reads besides."""
+    """Return the finished latents of all ranks, and the decoder's other inputs."""
     engine, sampler, request = pipeline.engine, pipeline.sampler, request_of(case, checkpoint.path)
     conditioning = pipeline.text_encoder.encode(request, pictures_of(case))
     state = sampler.begin(request, pickle.loads(pickle.dumps(conditioning)))
@@ -106,7 +106,7 @@ def ran(pipeline: Pipeline, checkpoint: Checkpoint, case: PictureCase) -> Mappin
 
 @contextmanager
 def small_pictures() -> Iterator[None]:
-    """Some editors bring every picture to a megapixel, which takes a CPU long."""
+    """Shrink pictures: some editors bring each to a megapixel, which takes long on a CPU."""
     with ExitStack() as stack:
         stack.enter_context(patch(KONTEXT_SIZES, [(48, 32), (32, 48), (48, 48)]))
         stack.enter_context(patch(QWEN_SIZES, _small_sides))
@@ -115,14 +115,14 @@ def small_pictures() -> Iterator[None]:
 
 
 def _small_sides(area: int, ratio: float) -> tuple[int, int, None]:
-    """A picture that is taken apart has sides of its model's multiple."""
+    """Return sides of the model's multiple for a picture that is split into layers."""
     long = 64 if area == 640 * 640 else 48
     return (long, 32, None) if ratio > 1 else (32, long, None)
 
 
 @cache
 def own(case_name: str, make_case: Callable[[str], PictureCase], folder: Path) -> Any:
-    """The state that the pipeline's own call ends with."""
+    """Return the final state of the pipeline's own call."""
     case = make_case(case_name)
     images, request = images_of(case), request_of(case, folder)
     if request.num_layers:

@@ -1,4 +1,4 @@
-"""Clips from words and pictures on gangs of ranks, and what diffusers makes of the same."""
+"""Clips from words and pictures on gangs of ranks, and diffusers' results for the same."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Clip:
     """``sides`` are height and width in the model's multiples: token counts that 4 ranks must pad.
 
     ``reference(folder, request, images)`` gives the finished latents by the names that the decoder reads.
-    ``strategies`` are those that the plan allows beside dividing the tokens.
+    ``strategies`` are those of the plan besides dividing the tokens.
     """
 
     make: Callable[[Path], Path]
@@ -60,32 +60,32 @@ class Clip:
         return tuple(picture(request.width, request.height, seed) for seed in range(self.num_pictures))
 
     def own(self, folder: Path) -> Latents:
-        """What diffusers alone makes of it."""
+        """Return diffusers' own result."""
         request = self.request(folder)
         return self.reference(folder, request, self.images(request))
 
 
 class Frames(tuple[Image.Image, ...]):
-    """Frames of a clip that comes along, in the place of pictures."""
+    """Frames of an input clip, in place of pictures."""
 
     __slots__ = ()
 
 
 def frames(width: int, height: int, number: int) -> Frames:
-    """A picture that turns into another one."""
+    """Return a picture that turns into another one."""
     first, last = picture(width, height, 1), picture(width, height, 2)
     return Frames(Image.blend(first, last, place / max(1, number - 1)) for place in range(number))
 
 
 def named(images: tuple[Image.Image, ...]) -> dict[str, Any]:
-    """The inputs of a pipeline's own call that hold them."""
+    """Return them as inputs of a pipeline's own call."""
     if isinstance(images, Frames):
         return {"video": list(images)}
     return {"image": images[0]} if images else {}
 
 
 def picture(width: int, height: int, seed: int = 0) -> Image.Image:
-    """A smooth one, so that scaling it is no matter of chance."""
+    """Return a smooth picture, so that scaling it is predictable."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 4, 3), dtype=np.uint8)
     return Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
 
@@ -101,14 +101,14 @@ def pictures_of(images: tuple[Image.Image, ...]) -> InputPictures:
 
 @cache
 def encoded(folder: Path, request: MediaRequest, inputs: InputPictures) -> bytes:
-    """Return a pickled conditioning, once a run: in the tests' own process, for all ranks, as a job has it."""
+    """Return a pickled conditioning, made once a run in the tests' process, for all ranks, as in a job."""
     conditioning = Checkpoint(folder).text_encoder().encode(request, inputs)
     pack(conditioning, torch.device("cpu"))
     return pickle.dumps(conditioning)
 
 
 def denoised_from(folder: Path, request: MediaRequest, conditioning: bytes, strategy: str) -> dict[str, Any]:
-    """Return what the decoder gets, from a gang's rank. The state is sent before each step."""
+    """Return the decoder's inputs from a gang's rank. The state is sent before each step."""
     checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
     engine, sampler = TorchEngine(checkpoint.denoiser(), strategy=strategy), checkpoint.sampler()
     state = sampler.begin(request, pickle.loads(conditioning))
@@ -121,6 +121,6 @@ def denoised_from(folder: Path, request: MediaRequest, conditioning: bytes, stra
 
 
 def counted(folder: Path, request: MediaRequest, conditioning: bytes, strategy: str) -> tuple[dict[str, Any], int]:
-    """The same, and how many forwards this rank made for it."""
+    """Return the same, and the number of this rank's forwards."""
     with patch.object(ShardedModel, "forward", autospec=True, side_effect=ShardedModel.forward) as forward:
         return denoised_from(folder, request, conditioning, strategy), forward.call_count

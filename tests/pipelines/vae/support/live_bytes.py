@@ -1,4 +1,4 @@
-"""How much memory tensors hold at most while something runs, on any device, "meta" among them."""
+"""Measures the peak memory of tensors on any device, including "meta"."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the storages that operators make inside the block; ``peak`` is the most that there were at a time."""
+    """Counts the storages that operators make inside the block; ``peak`` is the maximum of live bytes."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -1,4 +1,4 @@
-"""Small auto-encoders of pictures and of clips, and how alike pixels are."""
+"""Small auto-encoders of pictures and of clips, and a measure of pixels' similarity."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ PUBLISHED = Path(__file__).parents[4] / "pipelines" / "published"
 
 
 def published_in_small(model: str, division: int, **changes: Any) -> Any:
-    """The auto-encoder of clips of a published model with random weights; its widths are divided by ``division``."""
+    """Return a published model's auto-encoder of clips with random weights and widths divided by ``division``."""
     config: dict[str, Any] = json.loads((PUBLISHED / model / "vae" / "config.json").read_text())
     for key, value in config.items():
         if key.endswith("block_out_channels"):
@@ -62,7 +62,7 @@ EXACT_DB = 100.0
 
 
 def decibels(one: Tensor, other: Tensor) -> float:
-    """Of pixels in [-1, 1]."""
+    """Return the PSNR of pixels in [-1, 1]."""
     return 10 * math.log10(4 / max((one.double() - other.double()).square().mean().item(), 1e-30))
 
 

@@ -1,7 +1,7 @@
-"""Tells whether a grammar of templates can say a text: an exact answer, whatever is drawn at random.
+"""Decide whether a grammar of templates can say a text: exactly, without random samples.
 
-Case, punctuation and articles are left out on both sides, and any part of a kind fits anywhere, so texts are said to be
-derivable that training would never say, and none is missed that it could.
+Case, punctuation and articles are ignored on both sides, and any part of a kind fits anywhere. So some derivable texts
+never occur in training, and none that could is missed.
 """
 
 import re
@@ -33,7 +33,7 @@ def words_of(text: str) -> list[str]:
 
 
 def _alternatives(tokens: list[str]) -> list[list[Node]]:
-    """Takes tokens up to the bracket that closes, or all, and returns what they mean."""
+    """Consume tokens up to the bracket that closes, or all, and return their meaning."""
     found: list[list[Node]] = [[]]
     while tokens and (token := tokens.pop(0)) != ")":
         if token == "(":
@@ -48,7 +48,7 @@ def _alternatives(tokens: list[str]) -> list[list[Node]]:
 
 
 class Grammar:
-    """Rules that a text may follow; every template may leave out what stands in [...]."""
+    """Rules that a text may follow; every template may omit what stands in [...]."""
 
     def __init__(self, rules: Rules) -> None:
         self.rules = {
@@ -62,7 +62,7 @@ class Grammar:
 
 
 class _Derivation:
-    """One text, and where each rule can end. Places are bits of a number: bit 3 stands before the fourth word."""
+    """One text, and the ends of each rule. Places are bits of a number: bit 3 stands before the fourth word."""
 
     def __init__(self, rules: Mapping[str, list[list[list[Node]]]], words: list[str]) -> None:
         self.rules = rules
@@ -70,7 +70,7 @@ class _Derivation:
         self.known: dict[tuple[str, int], int] = {}
 
     def ends(self, node: Node, starts: int) -> int:
-        """Returns the places where a node can end that begins at one of these."""
+        """Return the places where a node can end that begins at one of these."""
         if isinstance(node, list):
             return self._any(node, starts)
         if not node.startswith("{"):
@@ -102,7 +102,7 @@ def _verbs(wording: Wording, form: int) -> tuple[str, ...]:
 
 
 def free_rules(wording: Wording) -> dict[str, tuple[str, ...]]:
-    """Returns the rules of a free wording."""
+    """Return the rules of a free wording."""
     templates = wording.templates
     at = (*(text for texts in wording.places_at.values() for text in texts), *wording.corners_at)
     relations = tuple(text for pair in RELATION_WORDS.values() for text in pair)

@@ -1,4 +1,4 @@
-"""Reads a caption back by rules of English, written without a look at the templates that captions come from."""
+"""Read a caption back by rules of English, written without a look at the templates of captions."""
 
 import re
 from dataclasses import dataclass
@@ -58,7 +58,7 @@ class ReadItem:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReadScene:
-    """What a caption says; the first item of a relation first."""
+    """The meaning of a caption; the first item of a relation first."""
 
     items: tuple[ReadItem, ...]
     background: str | None
@@ -71,7 +71,7 @@ def _plain(text: str) -> str:
 
 
 def _found(words: list[str], table: dict[str, str]) -> list[tuple[int, str]]:
-    """Returns where each word of the table is, and what it means."""
+    """Return where each word of the table is, and its meaning."""
     meaning = {word: name for name, names in table.items() for word in names.split()}
     return [(index, meaning[word]) for index, word in enumerate(words) if word in meaning]
 
@@ -85,14 +85,14 @@ def _without_background(text: str) -> tuple[str, str | None]:
 
 
 def _things(words: list[str]) -> list[tuple[int, int, str, str]]:
-    """Returns first and last word of each thing, its shape and colour: the shapes and colours in order."""
+    """Return first and last word of each thing, its shape and colour: the shapes and colours in order."""
     shapes, colours = _found(words, SHAPES), _found(words, COLOURS)
     assert len(shapes) == len(colours), words
     return [(min(a, b), max(a, b), shape, colour) for (a, shape), (b, colour) in zip(shapes, colours, strict=True)]
 
 
 def _sizes(words: list[str], things: list[tuple[int, int, str, str]]) -> list[str | None]:
-    """Returns the size of each thing: one between two things belongs to the first only if it follows at once."""
+    """Return the size of each thing: one between two things belongs to the first only if it follows at once."""
     sizes: list[str | None] = [None] * len(things)
     for index, size in _found(words, SIZES):
         owner = 0
@@ -107,7 +107,7 @@ def _sizes(words: list[str], things: list[tuple[int, int, str, str]]) -> list[st
 
 
 def _places(words: list[str], count: int) -> list[tuple[int, int] | None]:
-    """Returns columns and rows, in order; a thing or a break between two words of place parts them."""
+    """Return columns and rows, in order; a thing or a break between two words of place separates them."""
     breaks = {index for index, _ in [*_found(words, SHAPES), *_found(words, COLOURS)]}
     breaks |= {index for index, word in enumerate(words) if word in (";", ".", "and", "plus")}
     at = [index for index, word in enumerate(words) if word in COLUMNS or word in ROWS or word in MIDDLE]
@@ -127,7 +127,7 @@ def _places(words: list[str], count: int) -> list[tuple[int, int] | None]:
 
 
 def _relation(text: str, things: list[tuple[int, int, str, str]]) -> tuple[str | None, bool]:
-    """Returns the relation, and whether it is of the second thing to the first."""
+    """Return the relation, and whether it is of the second thing to the first."""
     for (name, inverse), pattern in RELATIONS.items():
         if match := re.search(rf"\b(?:{pattern})", text):
             start = len(text[: match.start()].split())
@@ -138,7 +138,7 @@ def _relation(text: str, things: list[tuple[int, int, str, str]]) -> tuple[str |
 
 
 def read_still(text: str) -> ReadScene:
-    """Returns what a caption of a still picture says."""
+    """Return the scene of a still picture's caption."""
     text, background = _without_background(_plain(text))
     words = text.split()
     things = _things(words)
@@ -153,7 +153,7 @@ def read_still(text: str) -> ReadScene:
 
 
 def read_motion(text: str) -> tuple[ReadScene, set[str]]:
-    """Returns what a caption of a clip says, and the motions that its words fit."""
+    """Return the scene of a clip's caption, and the motions that its words fit."""
     text, background = _without_background(_plain(text))
     [(_, _, shape, colour)] = things = _things(text.split())
     item = ReadItem(shape=shape, colour=colour, size=_sizes(text.split(), things)[0])
