@@ -26,7 +26,7 @@ tries it as well.
 ``--precision`` is that of ours, SGLang and vLLM-Omni.
 
 ``--blocks 4`` keeps the first 4 blocks of each list of the transformer, where whole steps take too long. Errors and
-"floor_ms" are then those of the kept blocks. "whole_ms" is an estimate: the median, scaled up to all blocks. What is
+"floor_ms" are then those of the kept blocks. "whole_ms" is an estimate: the median, scaled up to all blocks. Time
 outside of blocks is scaled too. It is left out if the lists keep unequal shares. Other projects keep all blocks:
 
     python -m benchmarks.model_step Wan2.1-T2V-14B --blocks 4 --repeats 5 --heat-s 1 --makers "ours, fp8 attention"

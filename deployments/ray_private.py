@@ -36,7 +36,7 @@ def init_local(temp_dir: Path, system_config: Mapping[str, Any], **options: Any)
     """Start a cluster with files in ``temp_dir``, regardless of RAY_ADDRESS. ``options`` are those of ``ray.init``.
 
     Its agent takes any free port. Ray's default, 52365, belongs to the first cluster of a machine, and Linux gives it
-    to outgoing connections: the agent then tries for three seconds, which ``ray.init`` waits for, and has none.
+    to outgoing connections. The agent then tries in vain for three seconds, for which ``ray.init`` waits.
     """
     with _replaced(parameter, "RayParams", partial(parameter.RayParams, dashboard_agent_listen_port=0)):
         ray.init(address="local", _temp_dir=str(temp_dir), _system_config=dict(system_config), **options)

@@ -82,9 +82,9 @@ def resolve_path(source: str, *, weights: bool = True) -> Path:
     """Return the diffusers directory of ``source``: a folder, the name of a shipped checkpoint, or a hub id.
 
     A hub id is downloaded (or found in the hub cache), with ``weights`` if requested, but for parts that no request
-    needs. So are parts that a modular index places elsewhere. A single file resolves to its base, a model with a
-    separate control network to a folder of both, and one for a workflow to a folder without what that leaves out (see
-    ``ModelSource``). ValueError says what to change.
+    needs. So are parts that a modular index places elsewhere. A single file resolves to its base. A model with a
+    separate control network resolves to a folder of both, one for a workflow to a folder of the parts that it needs
+    (see ``ModelSource``). ValueError says what to change.
     """
     model = ModelSource.parse(source)
     return _with_part(_resolve_model(model, weights=weights), model.part, weights=weights)

@@ -33,7 +33,7 @@ class Readiness:
     may be replaced by a new version. ``start_times``: durations of earlier starts, by model.
 
     A query costs CPU time here and in the controller, and every request needs the answer. So requests use the last
-    known answer while all is well; it is renewed in the background when it is old or a gang was lost. Requests wait for
+    answer while all is well. It is renewed in the background when it is old or a gang was lost. Requests wait for
     a new answer only while a replica is missing. If the controller does not answer, the last state counts: replicas
     serve without it.
     """

@@ -20,8 +20,8 @@ from torch import Tensor
 PIECE_BYTES = 2**28
 """Pinned by one call. No copy crosses a border between two pieces, which CUDA would refuse."""
 NUM_THREADS = 4
-"""Threads that touch and pin. CUDA alone takes page faults one after the other: beside an H200, 16 GiB took 10.6 s to
-pin, or 2.9 s to touch and 0.8 s to pin.
+"""Threads that touch and pin. CUDA alone takes page faults one by one. Beside an H200, 16 GiB took 10.6 s to pin, or
+2.9 s to touch and 0.8 s to pin.
 """
 
 logger = logging.getLogger(__name__)

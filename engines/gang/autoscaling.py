@@ -123,7 +123,7 @@ class Observation:
 
         Gangs on the head end last. The node with the fewest gangs comes first, then the oldest node; on a node, the
         newest gang. It is 0 while the nodes of some are unknown. Serve also counts a node's replicas of other
-        deployments, which are not known here: where these differ, one with a job may be among the first.
+        deployments, which are not known here. Where these differ, a gang with a job may be among the first.
         """
         nodes: dict[float | None, list[GangReport]] = {}
         for report in self.gangs.values():

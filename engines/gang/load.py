@@ -136,9 +136,8 @@ def rank_gangs(
 ) -> list[Choice]:
     """Return the gangs by predicted finish of ``new``, the first one first; [] if nothing is known of its kind.
 
-    Ties within 10 ms go to the gang with less work, then to the earlier one in ``loads``, so that the last gang can
-    become idle.
-    ``ages_s``: age of a gang's report; ``sent``: jobs that were sent to a gang since.
+    Ties within 10 ms go to the gang with less work, then to the earlier one in ``loads``, so the last gang can become
+    idle. ``ages_s``: age of a gang's report; ``sent``: jobs that were sent to a gang since.
     """
     heard_s = {name: -(ages_s or {}).get(name, 0.0) for name in loads}
     return [Choice(*one) for one in _ranked([*loads], loads, heard_s, 0.0, new, sent or {})]

@@ -32,10 +32,10 @@ def with_flash3(fallback: Kernel, reference: Kernel, device: torch.device | str 
     """Return a bfloat16 kernel: FlashAttention-3 where the package supports the call, else ``fallback``.
 
     ``fallback`` serves other head dims, prefixes, and masks of fewer than ``MIN_MASKED_KEYS`` keys. It is
-    returned itself if the GPU is no Hopper or the package is missing. So it is, with a log line, if the package fails
-    to load or its answers differ from those of ``reference``, which is called in float32 on the CPU.
+    returned itself if the GPU is no Hopper or the package is missing. It also is, with a log line, if the package fails
+    to load or its answers differ from those of ``reference`` in float32 on the CPU.
 
-    The fallback itself is not called: cuDNN would compile a kernel for each head dim, 0.6 to 1.2 s each on a new node.
+    The comparison calls no fallback: cuDNN would compile a kernel a head dim, 0.6 to 1.2 s each on a new node.
     """
     package = load_package(torch.device(device))
     if package is None:

@@ -17,8 +17,8 @@ from engines.torch_engine.exchange.choose import ExchangeRules
 logger = logging.getLogger(__name__)
 
 REVISION = 2
-"""Raise it if steps of the same version would be decided on otherwise: other candidates, timing or cost model, or
-exchanges or kernels of another speed. Gangs then decide anew, once. Files without a revision are older than all."""
+"""Raise it if steps of the same version would get another decision: by other candidates, timing or cost model, or by
+exchanges or kernels of another speed. Gangs then decide again, once. Files without a revision are the oldest."""
 MIN_BRANCHES = 2
 """A decision covers one branch alone and two at once, at least."""
 

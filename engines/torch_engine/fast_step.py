@@ -34,8 +34,8 @@ class FastStep:
     ) -> None:
         """Prepare a step on the device and in the dtype of the whole ``latents``.
 
-        ``peer_memory``: ranks write straight into each other's memory instead of calling NCCL, if a trial works (one
-        host, GPUs that reach each other; the log says which). ``side_streams``: ranks of a team compute beside their
+        ``peer_memory``: ranks write into each other's memory instead of calling NCCL, if a trial succeeds (one host,
+        GPUs that reach each other; the log has the result). ``side_streams``: ranks of a team compute beside their
         exchanges; no effect on one rank. ``fills_prompts``: the layout's lengths are ``FastWeights.filled_lengths``.
         """
         is_alone, local = team.context.size == 1, local_kernel(latents.device, latents.dtype, attention)

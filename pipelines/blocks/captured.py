@@ -96,8 +96,8 @@ def run_as_captured(forward: Callable[..., Results], args: tuple[Any, ...], opti
 class CapturedForward:
     """``forward`` captured for each form of its arguments that it is called with. For calls that are prepared.
 
-    A form that cannot be captured runs uncaptured, and a warning says so: code that reads a value from the GPU, or
-    arguments that a replay would not read (tensors inside other arguments, or on the host).
+    A form that cannot be captured runs uncaptured, with a warning. Its code reads a value from the GPU, or a replay
+    would not read its arguments (tensors inside other arguments, or on the host).
     """
 
     def __init__(self, forward: Callable[..., Results], device: torch.device) -> None:

@@ -158,9 +158,9 @@ def _weight_bytes(module: nn.Module) -> int:
 def compile_decoder(vae: Any, backend: str = INDUCTOR) -> tuple[CompiledForward, ...]:
     """Put a faster forward into the decoder of ``vae``: fused on CUDA, for every size, else compiled by ``backend``.
 
-    On CUDA it has weights of its own. Decoders of clips are fused without, on all devices, and nothing is returned: on
-    CUDA those in float32 compute in float16, which has the digits of TF32, their convolutions' format there, and some
-    in bfloat16 do, too (``fused_dtype``). ValueError if the decoder is not supported.
+    On CUDA it has weights of its own. Decoders of clips are fused in place, on all devices; nothing is returned. On
+    CUDA, those in float32 and some in bfloat16 compute in float16 (``fused_dtype``): it has the digits of TF32, the
+    format of their convolutions there. ValueError if the decoder is not supported.
     """
     check_preparable(vae)
     weight = next(vae.decoder.parameters())

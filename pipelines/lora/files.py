@@ -78,8 +78,8 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module, max_
     """Return the contents of the file of ``source`` for ``module``, its transformer or U-Net.
 
     Other layouts are translated by the loader of ``pipeline_class``, or like the weights of ``module``. ValueError for
-    files of another kind, for keys of other parts of the pipeline, for keys that nothing reads, and for factors whose
-    products take more than ``max_bytes``.
+    files of another kind, for unused keys and those of other parts of the pipeline, and for factors whose products
+    take more than ``max_bytes``.
     """
     path = resolve_file(source.path, source.file, ADAPTER_FILES, beside=(PEFT_CONFIG,))
     tensors = without_lone_alphas(read_adapter(path), path)

@@ -1,7 +1,7 @@
 """The decoder of clips that goes latent frame by latent frame (Wan's and its copies), in channels-last memory, fused.
 
-Norm and SiLU are one pass over memory, which also writes what the next convolution reads: the frames behind two
-earlier ones, or where frames come in pairs the inputs of four products for each pair (``engines.fast.frames``). Biases
+Norm and SiLU are one pass over memory, which also writes the input of the next convolution. That is the frames behind
+two earlier ones, or for pairs of frames the inputs of four products each (``engines.fast.frames``). Biases
 are added by the pass that reads a convolution's output. A clip's first frame has only zeros before it, which nothing
 reads. Frames are convolved before they are enlarged.
 

@@ -61,7 +61,7 @@ def distribute_pictures(decoders: Sequence[Any], limit_bytes: int | None, is_rea
     """Have the first of ``decoders`` decode pictures with enough rows together with its copies on other devices.
 
     A band that would take more than ``limit_bytes`` is decoded in strips. Latents for which the first is compiled
-    (``is_ready``) stay there if they fit that limit, or half of the device without one: one compiled decoder is as fast
+    (``is_ready``) stay there if they fit that limit, or half of the device without one. One compiled decoder is as fast
     as two plain ones.
     """
     first, whole = decoders[0], decoders[0].forward

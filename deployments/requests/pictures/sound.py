@@ -51,8 +51,8 @@ def read_sound(
     """Return the sound beside the frames, mono or stereo; None without one.
 
     It begins with silence if the file's sound begins later. FFmpeg resamples it, and mixes further channels into two.
-    RequestError for a format that is not read, above a limit, and if it is not decoded at ``end_s`` (of the monotonic
-    clock); av.FFmpegError for a broken stream.
+    RequestError for an unsupported format, above a limit, and if it is not decoded at ``end_s`` (of the monotonic
+    clock). av.FFmpegError for a broken stream.
     """
     import av
 

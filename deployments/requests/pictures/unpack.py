@@ -42,8 +42,8 @@ def unpack(sources: Sources, limits: PictureLimits, form_of: FormBeside | None =
     It chooses by the first clip, and further ones have the same form.
 
     Metadata is dropped; palettes, CMYK, 16 bits and the colours of ICC profiles are converted. RequestError for a file
-    that is no still picture of the formats, is broken or exceeds a limit, and for a mask that does not fit the first
-    picture. Call it outside event loops, since it takes time.
+    that is no still picture of the formats, is broken or exceeds a limit. It is also raised for a mask that does not
+    fit the first picture. Call it outside event loops, since it takes time.
     """
     num_pictures = len(sources.pictures)
     if num_pictures > limits.max_input_pictures:

@@ -1,6 +1,6 @@
 """Ulysses and AllGather-KV for plain modules, through peer memory: copy engines carry heads while others are attended.
 
-Ulysses: exposed are only the first part's way there, the last part's way back and the barriers. So there are three
+Ulysses: only the first part's way there, the last part's way back and the barriers are exposed. So there are three
 parts, and the first and the last are single key heads. Nothing is packed: rows go from the projections' output to
 attention's input, and from there into the columns of the result. Key heads are sent with all queries they serve. Parts
 are attended on two streams in turn, so idle multiprocessors continue with the next part.

@@ -1,7 +1,7 @@
 """Compiled forwards of a whole pipeline's denoisers: of repeated blocks, or of a class without any as a whole.
 
-All is compiled in the warm-up, for tokens of any number. Later calls that the compiled code does not suit run as they
-are written: no request waits for a compiler, and its bytes do not depend on the requests before it.
+All is compiled in the warm-up, for tokens of any number. Later calls that do not fit the compiled code run
+eagerly. So no request waits for a compiler, and its bytes do not depend on earlier requests.
 """
 
 from __future__ import annotations
