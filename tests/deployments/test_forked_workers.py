@@ -155,7 +155,7 @@ def test_a_shim_ends_as_its_worker_does(directory: str, code: str, status: int) 
     ended, out, err = end_of(begin(code))
     assert ended == status
     assert ("lost" in err) == (status == 1)
-    assert ("Segmentation fault" in err) == (status == -signal.SIGSEGV), "told by faulthandler"
+    assert ("Segmentation fault" in err) == (status == -signal.SIGSEGV), "faulthandler reports it"
     assert out == ("at the end\n" if status == 0 else "")
 
 

@@ -86,7 +86,7 @@ def test_first_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(notebook, tmp_path)
     assert_all_is_shown(notebook)
     left = set(psutil.Process().children(recursive=True)) - before
-    wait_until(lambda: not alive(process.pid for process in left), "what the notebook started is gone")
+    wait_until(lambda: not alive(process.pid for process in left), "the notebook's processes are gone")
 
 
 @pytest.mark.slow

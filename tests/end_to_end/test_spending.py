@@ -27,7 +27,7 @@ def counted(model: str) -> float:
 
 def assert_grows(url: str, before: dict[str, Any], counted_before: float, model: str) -> None:
     """Check that usage grows by at least the seen steps, and not as a finished request."""
-    wait_until(lambda: usage(url)["gpu_seconds"] > before["gpu_seconds"], "what was spent is counted")
+    wait_until(lambda: usage(url)["gpu_seconds"] > before["gpu_seconds"], "the work is counted")
     after = usage(url)
     assert after["num_requests"] == before["num_requests"]
     spent_s = after["gpu_seconds"] - before["gpu_seconds"]

@@ -145,7 +145,7 @@ async def test_keys_are_those_of_an_api_key_and_a_path(studio: FakeStudio, tmp_p
     async with client_of(build(studio, tmp_path, api_keys=("alpha",))) as client:
         headers = {"Authorization": "Bearer alpha"} | KEY
         again = await client.post(IMAGES, json={"prompt": "a"}, headers=headers)
-        assert again.headers["idempotent-replayed"] == "true", "also after a restart"
+        assert again.headers["idempotent-replayed"] == "true", "the key outlives a restart"
 
 
 async def test_a_day_later_and_after_an_error_it_is_made_anew(

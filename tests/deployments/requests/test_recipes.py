@@ -234,7 +234,7 @@ def test_a_recipe_may_name_the_precision_of_attention() -> None:
 
     assert (attention(recipe="quick"), attention(attention="fp8")) == ("fp8", "fp8")
     assert (attention(), attention(attention="auto")) == (None, None)
-    assert attention(recipe="quick", attention="auto") is None, "what the request says wins"
+    assert attention(recipe="quick", attention="auto") is None, "the request wins"
     with pytest.raises(RequestError, match="attention is 'fp8'; flux is served with auto; name one of them") as caught:
         asked(attention="fp8")
     assert caught.value.param == "attention"
@@ -253,7 +253,7 @@ def test_steps_of_such_a_recipe_are_those_of_a_gang_in_float8() -> None:
     (exact,), (in_float8,) = (painted(folder, (), [plain], Setting(attention=one)) for one in ("auto", "fp8"))
     for latents, expected in zip(by_turns, (in_float8, exact, in_float8), strict=True):
         assert latents.equal(expected)
-    assert relative_difference(in_float8, exact) > 0.001, "the two can be told"
+    assert relative_difference(in_float8, exact) > 0.001, "the two differ"
 
 
 @pytest.mark.torch

@@ -88,7 +88,7 @@ async def test_nobody_is_lost(url: str) -> None:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
         *answered, _ = await asyncio.gather(*(one(client, i) for i in range(NUM_STREAMS)), strike())
-        assert sum(map(bool, answered)) > NUM_STREAMS // 4, "most of those who stay came before the kill"
+        assert sum(map(bool, answered)) > NUM_STREAMS // 4, "most remaining streams began before the kill"
         wait_until(lambda: rank_pids("pictures") != pids, "there is another gang")
         wait_until(lambda: httpx.get(f"{url}/health").status_code == httpx.codes.OK, "it is ready")
         places = range(NUM_RUNNING + NUM_WAITING)

@@ -83,7 +83,7 @@ def test_short_steps_and_those_that_nobody_knows_go_out_at_once(reports_early: b
     sent(ledger, step_of(predicted_s))
     assert ledger.free_ranks(2, 10.0) == {0, 1}
     sent(ledger, step_of(predicted_s))
-    assert ledger.free_ranks(2, 10.0) == set(), "as many as may be"
+    assert ledger.free_ranks(2, 10.0) == set(), "the limit of steps in flight"
     assert ledger.next_free_in_s(2, 10.0) is None, "a report must come first"
 
 

@@ -94,7 +94,7 @@ def test_a_load_ends_and_takes_what_is_simulated(policy: str, elastic: bool, mon
     assert in_gang == pytest.approx(simulated, rel=0.1)
     errors = [abs(one.eta_s - one.took_s) / one.took_s for one in told if one.eta_s is not None]
     assert len(errors) == len(load)
-    assert median(errors) < 0.015, "who comes later may pass some of them"
+    assert median(errors) < 0.015, "later jobs may pass some of them"
 
 
 @pytest.mark.parametrize("preview_steps", [frozenset[int](), frozenset({2, 4})])
@@ -142,4 +142,4 @@ def test_what_steps_take_is_learned(preview_steps: frozenset[int], monkeypatch: 
     assert wrong == []
     for (name, size), step_s in learned.prediction().measured.items():
         assert step_s == pytest.approx(STEPS[literal_eval(name)][size], rel=0.02)
-    assert learned.prediction().move_s == pytest.approx(MOVE_S, abs=2 * LOOK_S), "whatever ranks wait for each other"
+    assert learned.prediction().move_s == pytest.approx(MOVE_S, abs=2 * LOOK_S), "without ranks' waits for each other"

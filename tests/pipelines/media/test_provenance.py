@@ -79,7 +79,7 @@ def test_a_changed_file_and_another_authority_are_noticed(authority: Authority, 
     place = signed.index(b"IDAT") + 40
     changed = signed[:place] + bytes([signed[place] ^ 1]) + signed[place + 1 :]
     assert read(changed, "png", authority.anchor)[1] == "Invalid"
-    assert read(signed, "png", Authority(tmp_path).anchor)[1] == "Valid", "by somebody whom nobody trusts"
+    assert read(signed, "png", Authority(tmp_path).anchor)[1] == "Valid", "the signer is not trusted"
 
 
 @pytest.mark.parametrize("kind", KEYS)

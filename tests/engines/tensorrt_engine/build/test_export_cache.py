@@ -107,7 +107,7 @@ def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch:
     with torch.no_grad():
         module.get_parameter("blocks.0.ffn.net.2.weight").mul_(2)
     counted.export(branch)
-    assert counted.num_exports == 1, "nor do those of weights"
+    assert counted.num_exports == 1, "changed weights need no export"
     wider = inputs | {"encoder_hidden_states": torch.zeros(1, 24, 32)}
     half = inputs | {"encoder_hidden_states": inputs["encoder_hidden_states"].half()}
     quantized = Quantization(plan=counted.exporter.model.plan, amax={"a": 1.0}, scheme="int8")

@@ -224,7 +224,7 @@ def test_a_gang_prepares_with_blank_values(name: str, loaded: Callable[[str], An
     assert len(probe) == 2
     (made,) = attention.hoisted_text(model.modules["transformer"], probe[0].inputs).values()
     num_text = model.stream_lengths(probe[0].arguments)["text"]
-    assert made.numel() == model.hoisted_features["text"] * num_text, "which the planner counts"
+    assert made.numel() == model.hoisted_features["text"] * num_text, "the planner's count"
     assert all(prediction.isfinite().all() for prediction in pipeline.engine.predict(probe, (0,)))
 
 
