@@ -360,7 +360,7 @@ def race(folder: Path) -> str:
 # The exchange.
 
 
-def decided(folder: Path, fast: bool, exchange: dict[str, float], options: TorchOptions | None = None) -> ExchangeRules:
+def decide(folder: Path, fast: bool, exchange: dict[str, float], options: TorchOptions | None = None) -> ExchangeRules:
     """Return a gang's decision when unusual rules multiply the usual time by the factors in ``exchange``."""
     times = Times(strategies_ms=ULYSSES_MS, exchange=exchange)
     with choice_of_exchange(fast=fast):
@@ -388,12 +388,12 @@ def decided(folder: Path, fast: bool, exchange: dict[str, float], options: Torch
 def test_rules_that_are_faster_by_more_than_noise_are_taken(
     fast: bool, exchange: dict[str, float], expected: ExchangeRules, tmp_path: Path
 ) -> None:
-    assert gang(2).run(decided, tmp_path, fast, exchange) == [expected] * 2
+    assert gang(2).run(decide, tmp_path, fast, exchange) == [expected] * 2
 
 
 def at_odds(folder: Path) -> ExchangeRules:
     """Let one rank gain what the other one loses."""
-    return decided(folder, False, {IN_PARTS: 0.5 if dist.get_rank() else 1.5})
+    return decide(folder, False, {IN_PARTS: 0.5 if dist.get_rank() else 1.5})
 
 
 def test_ranks_whose_times_differ_decide_alike(tmp_path: Path) -> None:
@@ -404,14 +404,14 @@ def test_ranks_whose_times_differ_decide_alike(tmp_path: Path) -> None:
 def test_configured_rules_are_not_timed(peer_memory: bool, tmp_path: Path) -> None:
     options = TorchOptions(peer_memory=peer_memory)
     faster = {NO_MEMORY: 0.5} if peer_memory else {"as usual": 0.5}
-    rules = gang(2).run(decided, tmp_path, True, faster, options)
+    rules = gang(2).run(decide, tmp_path, True, faster, options)
     assert rules == [ExchangeRules(peer_memory=peer_memory)] * 2
 
 
 def left_open_and_then_not(folder: Path) -> list[bool]:
     """Start gangs in turn: the first decides against peer memory, the second is configured to use it."""
     options = (None, TorchOptions(peer_memory=True), None)
-    return [decided(folder, True, {NO_MEMORY: 0.8}, each).peer_memory for each in options]
+    return [decide(folder, True, {NO_MEMORY: 0.8}, each).peer_memory for each in options]
 
 
 def test_configured_rules_count_more_than_the_decision(tmp_path: Path) -> None:
