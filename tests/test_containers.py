@@ -64,7 +64,7 @@ def test_what_an_image_starts_is_ours_behind_an_init(target: str) -> None:
     assert (init, program) == ("tini", "troupe")
     printed = troupe(*args, "--print-config")
     assert printed.exit_code == 0, printed.output
-    assert yaml.safe_load(printed.output)["http_options"]["host"] == "0.0.0.0", "of the container"
+    assert yaml.safe_load(printed.output)["http_options"]["host"] == "0.0.0.0", "the container's host"
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -169,7 +169,7 @@ def test_prometheus_and_grafana_find_what_they_show(compose: dict[str, Any], con
     (scraped,) = prometheus["scrape_configs"]
     metrics = config.app.metrics
     assert scraped == {"job_name": "troupe", "static_configs": [{"targets": [f"troupe:{metrics.number}"]}]}
-    assert metrics.host == "0.0.0.0", "of the container"
+    assert metrics.host == "0.0.0.0", "the container's host"
     mounted = dict(mount.split(":")[:2] for mount in services["prometheus"]["volumes"])
     assert mounted["../docs/operate/alerts.yaml"] == f"/etc/prometheus/{prometheus['rule_files'][0]}"
     (source,) = yaml.safe_load((FOLDER / "grafana" / "datasources.yaml").read_text())["datasources"]

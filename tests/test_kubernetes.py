@@ -280,7 +280,7 @@ def test_services_lead_to_pods(config: ServeConfig) -> None:
     labels = part("Deployment", "troupe-door")["spec"]["template"]["metadata"]["labels"]
     assert door["spec"]["selector"] == labels
     assert proxy["spec"]["selector"] == {"ray.io/cluster": "troupe", "ray.io/node-type": "head"}
-    assert config.http_options.host == "0.0.0.0", "of a pod"
+    assert config.http_options.host == "0.0.0.0", "the pod's host"
     (port,) = proxy["spec"]["ports"]
     assert port["targetPort"] == config.http_options.port
     for name in groups():
@@ -320,7 +320,7 @@ def test_nobody_asks_the_cloud_for_credentials() -> None:
         for rule in policy(name)["egress"]:
             blocks = [to["ipBlock"] for to in rule["to"] if "ipBlock" in to]
             if {one["port"] for one in rule.get("ports", ())} == {53}:
-                assert blocks == [{"cidr": "169.254.20.10/32"}], "of names alone"
+                assert blocks == [{"cidr": "169.254.20.10/32"}], "for names only"
             else:
                 others += blocks
     assert others == [{"cidr": "0.0.0.0/0", "except": ["169.254.0.0/16"]}]

@@ -103,7 +103,7 @@ def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(
 ) -> None:
     assert is_healthy(url)
     with asked_for(url, [first["pictures"]]):
-        gangs = wait_until(lambda: cluster.gangs(GANGS), "the gang, which nobody had told to stay", patience_s=START_S)
+        gangs = wait_until(lambda: cluster.gangs(GANGS), "the gang, after none", patience_s=START_S)
         (node_id,) = gangs.values()
         (node,) = [node for node in cluster.workers() if node.node_id == node_id]
         assert node.node_type == "gpu4", "the smallest that holds the gang"
@@ -112,11 +112,9 @@ def test_with_no_gang_and_no_node_a_request_gets_both_and_its_picture(
 
 def test_a_gang_over_two_nodes_paints_a_picture(cluster: FakeNodes, url: str, first: dict[str, bytes]) -> None:
     with asked_for(url, [first["wide"]], model="wide"):
-        node_ids = wait_until(
-            lambda: nodes_of_newest_gang(cluster, "wide"), "the gang, which nobody had told to stay", patience_s=START_S
-        )
+        node_ids = wait_until(lambda: nodes_of_newest_gang(cluster, "wide"), "the gang, after none", patience_s=START_S)
         assert len(set(node_ids)) == 2
-        assert set(node_ids) <= {node.node_id for node in cluster.workers()}, "neither is the head"
+        assert set(node_ids) <= {node.node_id for node in cluster.workers()}, "the head has no rank"
     assert_right(first["wide"], seed=0)
     wait_until(lambda: not cluster.gangs("Denoiser-wide"), "no work, and no gang")
 
@@ -148,7 +146,7 @@ def test_nodes_and_gangs_follow_the_load_and_lose_no_request(
         )
     with asked_for(url, pictures, **LONG):
         wait_until(lambda: len(cluster.gangs(GANGS)) == 1, "one gang goes, in the midst of work")
-    wait_until(lambda: not cluster.gangs(GANGS), "nobody asks, and there is no gang")
+    wait_until(lambda: not cluster.gangs(GANGS), "no requests, and no gang")
     wait_until(lambda: not cluster.workers(), "no node but the head")
 
 
@@ -167,7 +165,7 @@ def test_nodes_of_encoder_and_decoder_end_while_the_api_stays(cluster: FakeNodes
         nodes = {node_id for replicas in stages.values() for node_id in replicas.values()}
         assert head not in nodes
         assert nodes <= {node.node_id for node in cluster.workers()}
-    wait_until(lambda: not any(map(cluster.gangs, STAGES_OF_APART)), "nobody asks, and no stage has a replica")
+    wait_until(lambda: not any(map(cluster.gangs, STAGES_OF_APART)), "no requests, and no replica of a stage")
     wait_until(lambda: not cluster.workers(), "no node but the head")
     assert is_healthy(url)
     assert cluster.gangs("Ingress") == api

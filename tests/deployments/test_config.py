@@ -178,7 +178,7 @@ def test_encoders_do_not_scale_by_predicted_work() -> None:
 
 def test_scaling_by_work_survives_a_copy_of_the_document() -> None:
     more = {"autoscaling": {"target_wait_s": 5, "min_replicas": 0, "max_replicas": 3}}
-    config = parse_config(changed(("models", 0, "denoiser"), more))
+    config = parse_config(document_with(("models", 0, "denoiser"), more))
     assert config.with_http(port=0).app.models[0].denoiser.autoscaling == config.app.models[0].denoiser.autoscaling
 
 
@@ -212,10 +212,10 @@ def test_local_cluster_has_room_for_all_that_the_config_asks_for() -> None:
 )
 def test_local_cluster_has_room_for_every_replica_that_may_come(where: tuple[Any, ...], more: dict[str, Any]) -> None:
     assert num_logical_cpus(parse_config(laptop())) < 40
-    assert num_logical_cpus(parse_config(changed(where, more))) >= 40
+    assert num_logical_cpus(parse_config(document_with(where, more))) >= 40
 
 
-def changed(where: tuple[Any, ...], more: dict[str, Any]) -> dict[str, Any]:
+def document_with(where: tuple[Any, ...], more: dict[str, Any]) -> dict[str, Any]:
     """Return the laptop's document with ``more`` in one section of the application's arguments."""
     document = laptop()
     target: Any = document["applications"][0]["args"]
@@ -229,7 +229,7 @@ def changed(where: tuple[Any, ...], more: dict[str, Any]) -> dict[str, Any]:
 def test_a_number_of_replicas_beside_autoscaling_is_refused(stage: str) -> None:
     both = {"num_replicas": 2, "autoscaling": {"max_replicas": 3}}
     with pytest.raises(ValueError, match="num_replicas 2 has no effect beside autoscaling"):
-        parse_config(changed(("models", 0, stage), both))
+        parse_config(document_with(("models", 0, stage), both))
 
 
 @pytest.mark.parametrize(
@@ -251,13 +251,13 @@ def test_a_number_of_replicas_beside_autoscaling_is_refused(stage: str) -> None:
 )
 def test_what_no_gang_can_do_is_told_before_anything_starts(denoiser: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        parse_config(changed(("models", 0, "denoiser"), denoiser))
+        parse_config(document_with(("models", 0, "denoiser"), denoiser))
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_every_precision_of_the_engine_may_be_configured(precision: str) -> None:
     section = {"torch": {"calibration": "scales.json"}} if is_static(precision) else {}
-    config = parse_config(changed(("models", 0, "denoiser"), {"precision": precision, **section}))
+    config = parse_config(document_with(("models", 0, "denoiser"), {"precision": precision, **section}))
     assert config.app.models[0].denoiser.precision == precision
 
 
@@ -265,9 +265,9 @@ def test_every_precision_of_the_engine_may_be_configured(precision: str) -> None
 def test_a_section_of_another_engine_is_refused(engine: str, other: str) -> None:
     """This includes empty sections: their settings would have no effect."""
     chosen = {"engine": engine, "gpus_per_rank": 1}
-    parse_config(changed(("models", 0, "denoiser"), {**chosen, engine: {}}))
+    parse_config(document_with(("models", 0, "denoiser"), {**chosen, engine: {}}))
     with pytest.raises(ValueError, match=f"the section {other} is for engine: {other} alone"):
-        parse_config(changed(("models", 0, "denoiser"), {**chosen, other: {}}))
+        parse_config(document_with(("models", 0, "denoiser"), {**chosen, other: {}}))
 
 
 def sharing(**second: Any) -> ServeConfig:
@@ -298,12 +298,12 @@ def test_models_that_cannot_share_gpus_are_told(second: dict[str, Any], told: st
 def test_limits_of_a_group_need_its_models() -> None:
     assert [model.name for model in sharing().app.sharing("cores")] == ["flux-shapes", "wan-shapes"]
     with pytest.raises(ValueError, match="shares has cores, which no model shares"):
-        parse_config(changed(("shares",), {"cores": {"memory_gib": 1}}))
+        parse_config(document_with(("shares",), {"cores": {"memory_gib": 1}}))
 
 
 def test_every_engine_has_a_section_of_its_own_options() -> None:
     for name, row in ENGINES.items():
-        given = parse_config(changed(("models", 0, "denoiser"), {"engine": name, "gpus_per_rank": 1, name: {}}))
+        given = parse_config(document_with(("models", 0, "denoiser"), {"engine": name, "gpus_per_rank": 1, name: {}}))
         options = given.app.models[0].denoiser.engine_options
         assert f"{type(options).__module__}:{type(options).__name__}" == row.options
 
@@ -327,7 +327,7 @@ def test_a_checked_configuration_stays_as_it_is() -> None:
 
 def test_a_server_is_waited_for_as_long_as_its_gangs_may_take() -> None:
     assert ready_deadline_s(parse_config(laptop())) == READY_DEADLINE_S
-    slow = parse_config(changed(("models", 1, "denoiser"), {"start_deadline_s": 5000}))
+    slow = parse_config(document_with(("models", 1, "denoiser"), {"start_deadline_s": 5000}))
     assert ready_deadline_s(slow) > 5000
     assert ready_deadline_s(sharing(denoiser={"start_deadline_s": 5000})) > 5000 + 600, "one after the other"
 

@@ -70,7 +70,7 @@ def end_of(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def told(process: subprocess.Popen[str]) -> dict[str, object]:
+def answer_of(process: subprocess.Popen[str]) -> dict[str, object]:
     status, out, err = end_of(process)
     assert status == 0, err
     answer: dict[str, object] = json.loads(out)
@@ -99,7 +99,7 @@ def test_a_fork_has_its_libraries_and_everything_else_of_its_own(directory: str,
     (tmp_path / "library").mkdir()
     environment = with_environment(OWN="yes", PYTHONPATH=str(tmp_path / "library"), OMP_NUM_THREADS="1")
     options: dict[str, Any] = {"cwd": tmp_path, "env": environment, "preexec_fn": prepare}
-    answer = told(begin(TELL, "one", "two words", **options))
+    answer = answer_of(begin(TELL, "one", "two words", **options))
     assert answer["parent"] == zygotes(directory)[0].pid, answer["said"]
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     expected = {
@@ -124,7 +124,7 @@ def test_a_fork_has_its_libraries_and_everything_else_of_its_own(directory: str,
 
 
 def test_a_model_s_worker_has_torch_in_one_thread_and_chance_of_its_own(directory: str) -> None:
-    first, second = (told(begin(TELL, level="model")) for _ in range(2))
+    first, second = (answer_of(begin(TELL, level="model")) for _ in range(2))
     assert first["libraries"] == ["diffusers", "torch", "uvicorn"]
     assert first["parent"] == second["parent"] == zygotes(directory)[1].pid
     assert first["tasks"] == [str(first["pid"])], "nothing that survives no fork was started before it"
@@ -133,7 +133,7 @@ def test_a_model_s_worker_has_torch_in_one_thread_and_chance_of_its_own(director
 
 
 def test_zygotes_have_one_thread_each_and_neither_ray_nor_cuda(directory: str) -> None:
-    told(begin(TELL, level="model"))  # both are running
+    answer_of(begin(TELL, level="model"))  # both are running
     for zygote in zygotes(directory):
         assert zygote.num_threads() == 1
         mapped = Path(f"/proc/{zygote.pid}/maps").read_text()
@@ -155,7 +155,7 @@ def test_a_shim_ends_as_its_worker_does(directory: str, code: str, status: int) 
     ended, out, err = end_of(begin(code))
     assert ended == status
     assert ("lost" in err) == (status == 1)
-    assert ("Segmentation fault" in err) == (status == -signal.SIGSEGV), "told by faulthandler"
+    assert ("Segmentation fault" in err) == (status == -signal.SIGSEGV), "faulthandler reports it"
     assert out == ("at the end\n" if status == 0 else "")
 
 

@@ -175,7 +175,7 @@ def test_models_of_one_application_share_ranks_by_priority() -> None:
     for now_s in range(120):
         report = busy(now_s, load=3.0, backlog_s=100.0)
         wanted = low(context(now_s, {A: report}, target=1, name="low"))[0]
-    assert wanted == 2, "both gangs of two ranks: nobody else asks"
+    assert wanted == 2, "both gangs of two ranks: no other model wants them"
     for now_s in range(120, 240):
         report = busy(now_s, load=3.0, backlog_s=100.0)
         high_wants = high(context(now_s, {A: report}, target=1, name="high"))[0]
@@ -185,7 +185,7 @@ def test_models_of_one_application_share_ranks_by_priority() -> None:
     for now_s in range(240, 260):
         report = busy(now_s, load=3.0, backlog_s=100.0)
         wanted = low(context(now_s, {A: report}, target=1, name="low"))[0]
-    assert wanted == 2, "what is not heard of any more asks for nothing"
+    assert wanted == 2, "a silent model wants nothing"
 
 
 def test_serve_takes_the_policy_and_its_own_delays_do_not_add_to_it() -> None:

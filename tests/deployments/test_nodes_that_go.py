@@ -91,4 +91,4 @@ def test_a_node_that_will_be_taken_away_finishes_its_jobs_and_takes_no_more(
     assert told["num_open"] > 1, "a job waited"
     begun = [line["time"] for line in cluster.logged("job begins") if line["log_pid"] in ranks]
     assert begun, "it worked"
-    assert len([time for time in begun if time > told["time"]]) <= 1, "what it had begun, and nothing that waited"
+    assert len([time for time in begun if time > told["time"]]) <= 1, "only the job that it had begun"

@@ -48,7 +48,7 @@ async def test_clips_pictures_and_records_are_their_owner_s_alone(tmp_path: Path
 def test_what_is_there_is_closed_where_it_is_ours_to_close(tmp_path: Path) -> None:
     tmp_path.chmod(0o755)
     make_folder(tmp_path)
-    assert modes(tmp_path) == {0o755}, "somebody may have others in it"
+    assert modes(tmp_path) == {0o755}, "it may have files of other users"
     make_private(tmp_path)
     assert modes(tmp_path) == {0o700}
     file = tmp_path / "file"
@@ -92,7 +92,7 @@ def test_a_folder_whose_owner_was_killed_goes_at_the_next_start(tmp_path: Path) 
         holder.communicate()
     assert orphan.is_dir()
     OwnedFolder.make(tmp_path, "another_").delete()
-    assert orphan.is_dir(), "that of another kind of owner"
+    assert orphan.is_dir(), "another kind's folder stays"
     OwnedFolder.make(tmp_path, "own_").delete()
     assert list(tmp_path.iterdir()) == [other.path]
     other.delete()

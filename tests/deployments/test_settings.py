@@ -109,4 +109,4 @@ def test_an_application_for_one_command_has_neither_keys_nor_jobs_of_the_server(
     monkeypatch.setattr(progress, "started", started)
     with progress.started_temporarily(load_config("laptop")) as url:
         assert url == "url"
-    assert Settings().database_url == "postgresql+asyncpg://host/name", "as before"
+    assert Settings().database_url == "postgresql+asyncpg://host/name", "the environment is restored"

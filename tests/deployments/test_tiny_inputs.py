@@ -154,7 +154,7 @@ def test_a_clip_with_sound_begins_with_a_picture(url: str, folders: Mapping[str,
     frames = np.stack(frames_of(answer.content))
     assert len(frames) == request.num_frames
     own = (255 * expected.movedim(1, -1).float().numpy()).clip(0, 255)
-    assert np.abs(frames.mean((1, 2)) - own.mean((1, 2))).max() < 12, "but for lossy compression"
+    assert np.abs(frames.mean((1, 2)) - own.mean((1, 2))).max() < 12, "equal up to lossy compression"
     with av.open(io.BytesIO(answer.content), "r") as container:
         (sound,) = container.streams.audio
         played_s = float(sum(frame.samples for frame in container.decode(sound)) / sound.rate)
@@ -176,7 +176,7 @@ def test_a_clip_is_made_in_two_passes_of_one_job(url: str, folders: Mapping[str,
     content = httpx.get(f"{url}/v1/videos/{record['id']}/content", timeout=TIMEOUT_S).content
     served, expected = np.stack(frames_of(content)), bare_frames(dict(folders), **body)
     assert served.shape == expected.shape == (5, 128, 192, 3)
-    assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "but for lossy compression"
+    assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "equal up to lossy compression"
     plain = bare_frames(dict(folders), **{name: body[name] for name in body if name != "second_stage_sigmas"})
     assert not np.array_equal(plain, expected)
 
@@ -198,7 +198,7 @@ def test_a_clip_is_made_of_a_clip_and_of_that_another(
     served = np.stack(frames_of(answer.content))
     expected = bare_frames(dict(folders), **body, video=file)
     assert served.shape == expected.shape == (fields.get("num_frames", length), 64, 64, 3)
-    assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "but for lossy compression"
+    assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "equal up to lossy compression"
     remix = f"{url}/v1/videos/{answer.headers['X-Troupe-Video-Id']}/remix"
     record = httpx.post(remix, json=body, timeout=TIMEOUT_S).json()
     while record["status"] in ("queued", "in_progress"):
@@ -220,7 +220,7 @@ def test_a_part_of_a_clip_is_made_anew(url: str, folders: Mapping[str, Path]) ->
         assert answer.status_code == httpx.codes.OK, answer.text
         served, expected = np.stack(frames_of(answer.content)), bare_frames(dict(folders), **body, size=None, **sent)
         assert served.shape == expected.shape == (5, 64, 64, 3)
-        assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "but for lossy compression"
+        assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "equal up to lossy compression"
         made.append(expected)
     assert not np.array_equal(made[0], made[2])
     assert not np.array_equal(made[1], made[2])
@@ -240,7 +240,7 @@ def test_a_character_moves_like_a_clip(url: str, folders: Mapping[str, Path]) ->
     along = {name: data for name, (_, data, _) in files.items()}
     expected = bare_frames(dict(folders), **body, size=None, **along)
     assert served.shape == expected.shape == (13, 96, 64, 3)
-    assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "but for lossy compression"
+    assert np.abs(served.mean((1, 2)) - expected.mean((1, 2))).max() < 12, "equal up to lossy compression"
     for missing in files:
         rest = {name: file for name, file in files.items() if name != missing}
         refused = httpx.post(f"{url}/v1/videos", data=form, files=rest, timeout=TIMEOUT_S)

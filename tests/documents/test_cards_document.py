@@ -102,7 +102,7 @@ def test_cells_are_bold_where_a_card_was_seen(program: ModuleType, seen: Path) -
     estimated = [program.savings_cell(program.budget_on(estimate, card)) for card in program.SMALL_CARDS]
     row = program.savings_row(HELD, estimate)
     assert row[:4] == (HELD, "**o +2.3 s**", "**out of memory**", "**failed**")
-    assert list(row[4:]) == estimated[3:], "what was not begun, and a CPU, say nothing of a card"
+    assert list(row[4:]) == estimated[3:], "unstarted runs and CPUs give no card"
 
 
 def test_what_was_held_on_cards_has_a_table(program: ModuleType, seen: Path) -> None:

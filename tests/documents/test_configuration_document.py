@@ -90,10 +90,10 @@ def test_every_key_is_there_and_no_other() -> None:
 
 @pytest.mark.parametrize(("key", "default"), keys().items())
 def test_defaults_are_those_of_the_code(key: str, default: Any) -> None:
-    assert ROWS[key] == said(default)
+    assert ROWS[key] == default_text(default)
 
 
-def said(default: Any) -> str:
+def default_text(default: Any) -> str:
     match default:
         case bool():
             return str(default).lower()

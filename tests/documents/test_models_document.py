@@ -166,7 +166,7 @@ def test_a_report_times_what_its_tables_title_or_commands_name(
 def test_models_that_were_timed_link_to_reports(program: ModuleType) -> None:
     timed = importlib.import_module("models_facts").timed
     assert "model_step_h200_" in timed("Wan2.2-I2V-A14B")
-    assert "denoise_step_h200_" in timed("Wan2.1-T2V-14B"), "which reports call Wan2.1-14B"
+    assert "denoise_step_h200_" in timed("Wan2.1-T2V-14B"), "reports name it Wan2.1-14B"
     assert timed("Helios-Base") == ""
 
 

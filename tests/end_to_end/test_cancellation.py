@@ -49,7 +49,7 @@ def dropped() -> dict[str, dict[int, int]]:
     return jobs
 
 
-def held() -> set[tuple[str, int]]:
+def held_jobs() -> set[tuple[str, int]]:
     """Return jobs with the ranks that began them and have neither ended nor dropped them, including killed ranks."""
 
     def places(message: str) -> set[tuple[str, int]]:
@@ -77,7 +77,7 @@ def newly_cancelled(before: dict[str, int]) -> str:
 async def test_streams_half_of_them_dropped_at_random_moments(url: str, num_streams: int) -> None:
     rng = random.Random(20)
     references = {seed: picture(url, seed=seed) for seed in range(NUM_SEEDS)}
-    pids, before, dropped_before = rank_pids(PICTURES), held(), dropped()
+    pids, before, dropped_before = rank_pids(PICTURES), held_jobs(), dropped()
     starts_s = [rng.uniform(0, 1.5) for _ in range(num_streams)]
     stays_s: dict[int, float | None] = {i: rng.uniform(0, 1.5) for i in range(num_streams)}
     leaves_at_step = {i: rng.randint(1, 5) for i in range(0, num_streams, 4)}  # however long it takes to get there
@@ -104,7 +104,7 @@ async def test_streams_half_of_them_dropped_at_random_moments(url: str, num_stre
         await asyncio.gather(*(keep(client, i) if i % 2 else drop(client, i) for i in range(num_streams)))
     assert rank_pids(PICTURES) == pids, "the same gang all along"
     assert picture(url, seed=0) == references[0]
-    wait_until(lambda: held() <= before, "the ranks have forgotten every job")
+    wait_until(lambda: held_jobs() <= before, "the ranks have forgotten every job")
     reached_the_ranks = dropped().keys() - dropped_before.keys()
     assert len(reached_the_ranks) >= len(leaves_at_step), "the others may leave before they are admitted"
     for job_id in reached_the_ranks:
@@ -125,11 +125,11 @@ async def test_a_dropped_stream_stops_on_all_ranks_within_two_steps(url: str) ->
 
 
 def test_a_client_that_hangs_up_before_its_answer_stops_its_jobs(url: str) -> None:
-    before, held_before = cancelled(), held()
+    before, held_before = cancelled(), held_jobs()
     connection = HTTPConnection(url.removeprefix("http://"))
     body, headers = {"prompt": PROMPT, **LONG}, {"Content-Type": "application/json"}
     connection.request("POST", IMAGES, json.dumps(body), headers)
-    wait_until(lambda: held() - held_before, "a rank begins the job")
+    wait_until(lambda: held_jobs() - held_before, "a rank begins the job")
     connection.close()
     assert_dropped_within_two_steps(newly_cancelled(before))
 

@@ -34,7 +34,7 @@ def test_encoders_come_with_prompts_and_go(ray_cluster: None) -> None:
     with live(parse_config(document)) as url:
         short = [picture(url, seed=seed, **SHORT) for seed in range(NUM_CLIENTS)]
         long = [picture(url, seed=0, **LONG)]
-        wait_until(lambda: footprint()[ENCODER] == 1, "one encoder, while nobody asks")
+        wait_until(lambda: footprint()[ENCODER] == 1, "one encoder without requests")
         with asked_for(url, short, num_clients=NUM_CLIENTS, **SHORT):
             wait_until(lambda: footprint()[ENCODER] == 2, "another encoder")
         with asked_for(url, long, **LONG):

@@ -44,7 +44,7 @@ def replicas_of(families: list[Metric]) -> set[str]:
     return {sample.labels["replica"].partition("#")[0] for family in families for sample in family.samples}
 
 
-def read() -> Mapping[Sample, float]:
+def page_sums() -> Mapping[Sample, float]:
     """Return every sample, summed over replicas. Its port is not the API's, as with Prometheus."""
     samples: defaultdict[Sample, float] = defaultdict(float)
     for family in page():
@@ -55,7 +55,7 @@ def read() -> Mapping[Sample, float]:
 
 
 def num_grown(before: Mapping[Sample, float], *keys: Sample) -> float:
-    now = read()
+    now = page_sums()
     return sum(now[key] - before[key] for key in keys)
 
 
@@ -74,22 +74,22 @@ async def paint(client: httpx.AsyncClient, seed: int) -> Mapping[str, float]:
 
 async def paint_until_predicted(client: httpx.AsyncClient, answers: Sample) -> None:
     """Request pictures until one has a prediction: if this test runs first, nothing similar was measured."""
-    before, timings = read(), [await paint(client, seed=0)]
+    before, timings = page_sums(), [await paint(client, seed=0)]
     while timings[-1]["eta_s"] is None:
         timings.append(await paint(client, seed=0))
     wait_until(lambda: num_grown(before, answers) == len(timings), "the end of each answer is counted")
 
 
 async def test_sums_are_those_of_the_timings_in_the_answers(url: str) -> None:
-    wait_until(lambda: read()[named("troupe_gangs", **MODEL)] == 1, "the gang's own are there")
+    wait_until(lambda: page_sums()[named("troupe_gangs", **MODEL)] == 1, "the gang's own are there")
     answers = {status: named("troupe_http_requests_total", **ROUTE, status=status) for status in ("200", "400")}
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as client:
         await paint_until_predicted(client, answers["200"])
-        before = read()
+        before = page_sums()
         timings = [await paint(client, seed) for seed in range(3)]
         assert (await client.post("/v1/images/generations", json={"prompt": PROMPT, "size": "1x1"})).status_code == 400
     wait_until(lambda: num_grown(before, *answers.values()) == 4, "the end of each answer is counted")
-    after = read()
+    after = page_sums()
     grown = {key: after[key] - before[key] for key in after}
     for stage in STAGES:
         labels = MODEL | {"stage": stage}

@@ -25,7 +25,7 @@ COMMAND = "run PYTHONPATH=. python .ci/run_notebooks.py"
 MAX_BYTES = 200_000
 
 
-def read(path: Path) -> nbformat.NotebookNode:
+def read_notebook(path: Path) -> nbformat.NotebookNode:
     notebook: nbformat.NotebookNode = nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
     return notebook
 
@@ -33,7 +33,7 @@ def read(path: Path) -> nbformat.NotebookNode:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_outputs_in_git_are_of_one_run(path: Path) -> None:
     """All cells ran in order, without errors and warnings, and the outputs are small."""
-    notebook = read(path)
+    notebook = read_notebook(path)
     nbformat.validate(notebook)
     cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in cells] == [*range(1, len(cells) + 1)], COMMAND
@@ -82,17 +82,17 @@ def kernels_find_the_packages(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))  # kernels inherit it
     before = set(psutil.Process().children(recursive=True))
-    notebook = read(NOTEBOOK)
+    notebook = read_notebook(NOTEBOOK)
     run(notebook, tmp_path)
     assert_all_is_shown(notebook)
     left = set(psutil.Process().children(recursive=True)) - before
-    wait_until(lambda: not alive(process.pid for process in left), "what the notebook started is gone")
+    wait_until(lambda: not alive(process.pid for process in left), "the notebook's processes are gone")
 
 
 @pytest.mark.slow
 def test_your_own_model(tmp_path: Path) -> None:
     """Its last cell of code compares every strategy with diffusers' own picture, and fails if they differ."""
-    notebook = read(YOUR_OWN)
+    notebook = read_notebook(YOUR_OWN)
     run(notebook, tmp_path)
     (plot,) = outputs(notebook, "image/png")
     assert Image.open(io.BytesIO(b64decode(plot))).size[0] > 400
@@ -105,7 +105,7 @@ def test_your_own_model(tmp_path: Path) -> None:
 def test_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every policy answers all requests in its order, and both plots are there."""
     monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
-    notebook = read(UNDER_LOAD)
+    notebook = read_notebook(UNDER_LOAD)
     run(notebook, tmp_path)
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     orders = {policy: names.split(", ") for policy, names in re.findall(r"^(\w+) answered 7: (.*)$", printed, re.M)}
@@ -122,7 +122,7 @@ def test_under_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_recipes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recipe is listed, and its pictures are more right and nearer to those of 20 steps than without it."""
     monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
-    notebook = read(RECIPES)
+    notebook = read_notebook(RECIPES)
     run(notebook, tmp_path)
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     assert "flux-shapes:four-steps" in printed
@@ -144,7 +144,7 @@ def test_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Nodes of the live cluster come and go.
     """
     monkeypatch.setenv("TROUPE_DATA_DIR", str(tmp_path))
-    notebook = read(CLUSTER)
+    notebook = read_notebook(CLUSTER)
     run(notebook, tmp_path)
     printed = "".join(output.get("text", "") for cell in notebook.cells for output in cell.get("outputs", []))
     days = re.findall(r"^by .*: \d+ pictures, ([\d.]+) GPU-hours per 1000, ([\d.]+)% waited", printed, re.M)

@@ -75,27 +75,25 @@ NEWER = {
     "stable-diffusion-3.5-medium": 2_243_171_520,
     "stable-diffusion-xl-base-1.0": 2_567_463_684,
 }
-"""Parameters of the transformers (of Stable Diffusion XL the U-Net).
+"""Parameters of the transformers (for Stable Diffusion XL the U-Net).
 
-Cards and papers say, in billions: Cosmos 3 16 (with an encoder of pictures, which no generation uses) and 64,
-ERNIE-Image 8, FLUX.1 12, FLUX.2 32, 4 and 9, Helios 14, HunyuanVideo 8.3, Krea 2 12, LTX-2 19, LTX-2.3 22 (3 of them
-of its connectors, an encoder's part here), LTX-Video 2, MiniMax-H3 33,
-Qwen-Image 20 and 7, Wan 16 and twice 14 (Wan VACE's files have 69.4 GB in float32), Z-Image 6,
-Stable Diffusion 3 2, 8 and 2.5, Stable Diffusion XL 2.6; one of
+Cards and papers say, in billions: Cosmos 3 16 (with an encoder of pictures, which no generation uses) and 64;
+ERNIE-Image 8; FLUX.1 12; FLUX.2 32, 4 and 9; Helios 14; HunyuanVideo 8.3; Krea 2 12; LTX-2 19; LTX-2.3 22 (with 3 in
+its connectors, an encoder's part here); LTX-Video 2; MiniMax-H3 33; Qwen-Image 20 and 7; Wan 16 and twice 14 (Wan
+VACE's files have 69.4 GB in float32); Z-Image 6; Stable Diffusion 3 2, 8 and 2.5; Stable Diffusion XL 2.6. One of
 Ideogram 4's two transformers is a file of 9.28 GB in fp8.
 
-Wan 2.1 VACE is as in the ``config.json``, the schedule and the index of Wan-AI/Wan2.1-VACE-14B-diffusers.
-Wan, LTX-Video, LTX-2 and 2.3, HunyuanVideo 1.5 and MiniMax-H3 are as in
-``scripts/convert_{wan,ltx,ltx2,hunyuan_video1_5,minimax_h3}_to_diffusers.py`` of huggingface/diffusers, but for
-HunyuanVideo's ``task_type``, which that script has wrong for 480p from text: it is in the model's name. Cosmos 3 Nano
-is as in the ``config.json`` of nvidia/Cosmos3-Nano; its schedule's shift is that of diffusers' page about it. Super
-has the sizes of ``Qwen3-VL-32B-Instruct.json``, of which NVIDIA/cosmos-framework builds it. FLUX.1 Kontext is FLUX.1
-dev for another pipeline. FLUX.2 klein 9B has the sizes of ``Klein9BParams`` in ``src/flux2/model.py`` of
-black-forest-labs/flux2. Qwen-Image-2512 is Qwen-Image with other weights, called alike on QwenLM/Qwen-Image's page.
-Qwen-Image's editors are Qwen-Image for others, 2511 and Layered with the switches that
-diffusers' transformer has for them. FLUX.3, Helios, Ideogram 4, Krea 2, Qwen-Image 2.1 and its auto-encoder have the
-sizes that are the defaults of diffusers' classes. ERNIE-Image, Stable Diffusion 3 and XL are as in the
-``config.json`` of theirs, as others quote it. Where no schedule was found, diffusers' defaults stand for it.
+Wan 2.1 VACE follows the ``config.json``, the schedule and the index of Wan-AI/Wan2.1-VACE-14B-diffusers. Wan,
+LTX-Video, LTX-2 and 2.3, HunyuanVideo 1.5 and MiniMax-H3 follow huggingface/diffusers'
+``scripts/convert_{wan,ltx,ltx2,hunyuan_video1_5,minimax_h3}_to_diffusers.py``. HunyuanVideo's ``task_type`` is that in
+the model's name: the script has it wrong for 480p from text. Cosmos 3 Nano follows the ``config.json`` of
+nvidia/Cosmos3-Nano; its schedule's shift is from diffusers' page about it. Super has the sizes of
+``Qwen3-VL-32B-Instruct.json``, from which NVIDIA/cosmos-framework builds it. FLUX.1 Kontext is FLUX.1 dev for another
+pipeline. FLUX.2 klein 9B has the sizes of ``Klein9BParams`` in ``src/flux2/model.py`` of black-forest-labs/flux2.
+Qwen-Image-2512 is Qwen-Image with other weights, called alike on QwenLM/Qwen-Image's page. Qwen-Image's editors are
+Qwen-Image for other pipelines, 2511 and Layered with the switches of diffusers' transformer. FLUX.3, Helios, Ideogram
+4, Krea 2, Qwen-Image 2.1 and its auto-encoder have the default sizes of diffusers' classes. ERNIE-Image, Stable
+Diffusion 3 and XL follow their ``config.json``, as others quote it. Missing schedules are diffusers' defaults.
 """
 LONGEST = "stable-diffusion-3.5-medium"
 """A model that only diffusers outlines, in many seconds."""

@@ -84,13 +84,13 @@ def systemd(units: Path) -> Iterator[Systemd]:
                 preexec_fn=lambda: (group / "cgroup.procs").write_text(str(os.getpid())),
             )
         try:
-            yield _started(process, group, units)
+            yield _start(process, group, units)
         finally:
             process.kill()
             process.wait()
 
 
-def _started(process: subprocess.Popen[bytes], group: Path, units: Path) -> Systemd:
+def _start(process: subprocess.Popen[bytes], group: Path, units: Path) -> Systemd:
     end_s = time.monotonic() + PATIENCE_S
     while process.poll() is None and time.monotonic() < end_s:
         for child in psutil.Process(process.pid).children():

@@ -1,4 +1,4 @@
-"""Requested parts are measured even if one fails, and each result is kept at once."""
+"""Requested parts are measured even if one fails, and each result is written at once."""
 
 from __future__ import annotations
 

@@ -211,6 +211,6 @@ def test_no_picture_is_an_error() -> None:
 
 def test_parts_have_an_order_of_their_own() -> None:
     assert list(find_parts(PARTS, "kill,pictures")) == ["pictures", "kill"]
-    assert list(PARTS)[-1] == "kill", "what comes after it would wait for another gang"
+    assert list(PARTS)[-1] == "kill", "a later part would wait for another gang"
     with pytest.raises(ValueError, match="unknown part 'gif'; known: pictures, jpeg"):
         find_parts(PARTS, "gif")

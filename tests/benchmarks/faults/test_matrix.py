@@ -25,7 +25,7 @@ from tests.benchmarks.faults.test_timeline import FAULT_S, RECORDS
 PICTURE = {"data": [{"b64_json": "AAAA"}]}
 
 
-class Struck:
+class TwoFaults:
     """Two faults at a simulated application; after the second, a later picture has other bytes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,7 +74,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> tuple[int
 def test_other_bytes_are_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    served = Struck(monkeypatch)
+    served = TwoFaults(monkeypatch)
     status, document = run(tmp_path, monkeypatch)
     assert (status, served.struck) == (1, ["one", "two"])
     answers = [[answer["answer"] for answer in row["answers"].values()] for row in document["rows"]]
@@ -99,7 +99,7 @@ def test_a_lost_gang_has_a_timeline_and_other_faults_have_none(tmp_path: Path) -
 
 
 def test_faults_without_time_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    served = Struck(monkeypatch)
+    served = TwoFaults(monkeypatch)
     status, document = run(tmp_path, monkeypatch, "--seconds", "0", "--only", "wo")
     assert (status, served.struck, document["left_out"]) == (1, [], ["two"])
 

@@ -45,7 +45,7 @@ def test_poisson_has_the_rate_and_the_shares() -> None:
     arrivals = poisson(MIX, 50.0, 100.0, seed=1)
     assert len(arrivals) == pytest.approx(5000, rel=0.05)
     gaps = np.diff([one.at_s for one in arrivals])
-    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05), "as exponential gaps are"
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.05), "gaps are exponential"
     assert Counter(one.kind.name for one in arrivals)["a"] == pytest.approx(0.75 * len(arrivals), rel=0.05)
     assert arrivals == poisson(MIX, 50.0, 100.0, seed=1) != poisson(MIX, 50.0, 100.0, seed=2)
 

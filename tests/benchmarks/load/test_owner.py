@@ -17,7 +17,7 @@ from deployments.usage.quotas import find_limits
 
 @pytest.mark.parametrize("name", [file.stem for file in OWNERS.glob("*.yaml")])
 def test_owners_that_lie_there_are_read(name: str) -> None:
-    assert len({one.weight for one in load_owners(name).owners}) > 1, "of one weight, nobody has more"
+    assert len({one.weight for one in load_owners(name).owners}) > 1, "with one weight, no owner has more"
 
 
 def test_owners_change_no_arrival() -> None:

@@ -130,7 +130,7 @@ def test_a_load_is_beside_what_classes_take_alone(
     served = Served(monkeypatch)
     words = ["--load", "0.5", "1", "--duration-s", "300", "--set", "denoiser.elastic=true"]
     program.main([*words, "--policies", "shortest,arrival"])
-    assert served.measured == [one.name for one in load_mix("laptop").classes], "also what may not come"
+    assert served.measured == [one.name for one in load_mix("laptop").classes], "all classes"
     assert served.policies == ["shortest", "arrival"], "one application for all loads"
     half, whole, *others = map(len, served.sent)
     assert (half, whole) == pytest.approx((250, 500), rel=0.2)

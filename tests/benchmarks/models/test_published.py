@@ -45,7 +45,7 @@ OTHERS: dict[str, tuple[Callable[[Path], Path], Size]] = {
 def test_its_step(name: str, tmp_path: Path) -> None:
     make, size = {**SOME, **OTHERS}[name]
     model = PublishedModel.made(str(make(tmp_path)), CPU, torch.float32, size, num_tokens=32)
-    expected, num_products = counted(model)
+    expected, num_products = answer_and_flops(model)
     assert num_products < model.flop() < 2 * num_products, "attention is the rest"
     engine = TorchEngine(model.denoiser(), strategy="ulysses")
     (answer,) = engine.predict((model.branch,), (0,))
@@ -122,7 +122,7 @@ def test_a_model_without_guidance_has_one_branch(tmp_path: Path) -> None:
         PublishedModel.made(str(tiny_pictures.flux2_dev(tmp_path)), CPU, torch.float32, PICTURE, 32, num_branches=2)
 
 
-def counted(model: PublishedModel) -> tuple[torch.Tensor, int]:
+def answer_and_flops(model: PublishedModel) -> tuple[torch.Tensor, int]:
     """Return an answer, and the arithmetic of its linear layers, counted by hooks."""
     total = 0
 

@@ -15,12 +15,12 @@ from tests.pipelines.support.checkpoints import tiny_cosmos, tiny_minimax
 CLIP, PICTURE = Size(width=64, height=48, num_frames=9), Size(width=64, height=48, num_frames=1)
 
 
-def made(path: Path, size: Size) -> PublishedModel:
+def tiny_model(path: Path, size: Size) -> PublishedModel:
     return PublishedModel.made(str(tiny_cosmos.cosmos_with_sound(path)), torch.device("cpu"), torch.float32, size)
 
 
 def test_a_packed_sequence_is_the_text_then_the_clip_then_its_sound(tmp_path: Path) -> None:
-    own = made(tmp_path, CLIP).own_calls[0]
+    own = tiny_model(tmp_path, CLIP).own_calls[0]
     clip, length = ClipOfText.of(own), own["und_len"]
     assert torch.equal(clip.text_ids[0], own["input_ids"])
     assert clip.text_positions.shape == (3, 1, length)
@@ -36,14 +36,14 @@ def test_a_packed_sequence_is_the_text_then_the_clip_then_its_sound(tmp_path: Pa
 
 
 def test_a_clip_may_be_silent(tmp_path: Path) -> None:
-    own = {**made(tmp_path, CLIP).own_calls[0], "sound_tokens": None}
+    own = {**tiny_model(tmp_path, CLIP).own_calls[0], "sound_tokens": None}
     assert ClipOfText.of(own).sound is None
 
 
 def test_pictures_actions_and_given_frames_are_refused(tmp_path: Path) -> None:
-    own = made(tmp_path / "clip", CLIP).own_calls[0]
+    own = tiny_model(tmp_path / "clip", CLIP).own_calls[0]
     given = {"vision_noisy_frame_indexes": [own["vision_noisy_frame_indexes"][0][1:]]}
-    others = (made(tmp_path / "picture", PICTURE).own_calls[0], {**own, "action_tokens": []}, {**own, **given})
+    others = (tiny_model(tmp_path / "picture", PICTURE).own_calls[0], {**own, "action_tokens": []}, {**own, **given})
     for other in others:
         with pytest.raises(ValueError, match="of text alone"):
             ClipOfText.of(other)

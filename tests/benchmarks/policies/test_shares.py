@@ -53,6 +53,6 @@ def under_overload() -> dict[str, dict[str, Any]]:
 
 
 def test_fair_shares_are_as_weights_say_and_others_are_not(under_overload: dict[str, dict[str, Any]]) -> None:
-    assert SHARES, "of sizes that differ by an order of magnitude"
+    assert SHARES, "sizes differ by an order of magnitude"
     assert under_overload["fair"]["little"]["share"] == pytest.approx(0.75, abs=0.08)
     assert under_overload["arrival"]["little"]["share"] == pytest.approx(0.5, abs=0.15)

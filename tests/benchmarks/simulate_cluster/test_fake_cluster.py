@@ -40,7 +40,7 @@ def test_the_simulation_agrees_with_a_recorded_run_of_a_real_cluster(name: str, 
     assert document["real"]["most_gangs"] >= most_gangs
     for figure in COMPARED:
         assert figures[figure] == pytest.approx(document["real"][figure], rel=0.15), figure
-    assert figures == pytest.approx(document["simulated"]), "what the report says"
+    assert figures == pytest.approx(document["simulated"]), "the report's figures"
 
 
 def test_a_run_that_hangs_on_one_moment_agrees_at_one_of_ten() -> None:

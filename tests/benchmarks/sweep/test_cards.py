@@ -126,7 +126,7 @@ def test_it_goes_on_where_it_stopped(machine: Machine, folder: Path, tmp_path: P
     assert measure(out, folder, "--memory", "12", "16") == 0
     assert measure(out, folder, "--memory", "12", "16") == 1, "nothing is left"
     assert machine.events.count("end") == 2
-    assert measure(out, folder, "--memory", "12", "16", "--again") == 1, "what fails again measured nothing"
+    assert measure(out, folder, "--memory", "12", "16", "--again") == 1, "a second failure measured nothing"
     assert [(line["card_gb"], "error" in line) for line in lines_of(out)] == [(12, True), (16, False), (12, True)]
 
 

@@ -61,8 +61,8 @@ def test_each_model_is_a_line_and_is_not_done_again(tmp_path: Path, measured: li
         ("Z-Image", 2.5, None),
     ]
     assert sweep(out, "--ranks", "1", "2") == 0
-    assert measured[3:] == [f"{name} on 2" for name in MODELS], "those on one rank are there"
-    assert sweep(out, "--ranks", "1", "--again") == 1, "what fails again measured nothing"
+    assert measured[3:] == [f"{name} on 2" for name in MODELS], "results on one rank exist"
+    assert sweep(out, "--ranks", "1", "--again") == 1, "a second failure measured nothing"
     assert measured[6:] == ["LTX-2 on 1"]
 
 

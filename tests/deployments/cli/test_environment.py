@@ -78,4 +78,4 @@ def test_what_others_can_read_is_told(data: Path, monkeypatch: pytest.MonkeyPatc
     (tmp_path / "token").chmod(0o640)
     assert open_to_others() == [data / "videos", data / "answers", data / "jobs.sqlite3", tmp_path / "token"]
     data.chmod(0o700)
-    assert open_to_others() == [tmp_path / "token"], "nobody comes that far"
+    assert open_to_others() == [tmp_path / "token"], "the folder is closed"

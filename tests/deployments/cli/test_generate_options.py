@@ -27,7 +27,7 @@ from tests.deployments.support.fake_studio import (
 )
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
+def body_of(monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
     bodies: list[dict[str, Any]] = []
 
     def record(client: object, prompt: str, out: Path, options: dict[str, Any], inputs: generate.Inputs) -> None:
@@ -42,27 +42,27 @@ def asked(monkeypatch: pytest.MonkeyPatch, *options: str) -> dict[str, Any]:
 
 
 def test_what_is_not_given_is_left_to_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(monkeypatch) == {"prompt": "a red circle"}
+    assert body_of(monkeypatch) == {"prompt": "a red circle"}
 
 
 def test_a_clip_of_so_many_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--frames", "9", "--fps", "12", "--n", "1")
-    assert asked(monkeypatch, *options) == {"prompt": "a red circle", "num_frames": 9, "fps": 12, "n": 1}
+    assert body_of(monkeypatch, *options) == {"prompt": "a red circle", "num_frames": 9, "fps": 12, "n": 1}
 
 
 @pytest.mark.parametrize(("option", "expected"), [("--sound", True), ("--no-sound", False)])
 def test_a_clip_with_sound_or_without(monkeypatch: pytest.MonkeyPatch, option: str, expected: bool) -> None:
-    assert asked(monkeypatch, option) == {"prompt": "a red circle", "generate_sound": expected}
+    assert body_of(monkeypatch, option) == {"prompt": "a red circle", "generate_sound": expected}
 
 
 @pytest.mark.parametrize(("option", "expected"), [("--enhance-prompt", True), ("--no-enhance-prompt", False)])
 def test_a_rewritten_prompt_or_not(monkeypatch: pytest.MonkeyPatch, option: str, expected: bool) -> None:
-    assert asked(monkeypatch, option) == {"prompt": "a red circle", "enhance_prompt": expected}
+    assert body_of(monkeypatch, option) == {"prompt": "a red circle", "enhance_prompt": expected}
 
 
 def test_a_negative_prompt_and_its_scale(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--negative-prompt", "blue", "--true-cfg-scale", "3", "--guidance-scale", "2.5", "--size", "64x64")
-    assert asked(monkeypatch, *options) == {
+    assert body_of(monkeypatch, *options) == {
         "prompt": "a red circle",
         "negative_prompt": "blue",
         "true_cfg_scale": 3.0,
@@ -73,7 +73,7 @@ def test_a_negative_prompt_and_its_scale(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_pictures_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--image", "a.png", "--image", "b.jpg", "--mask", "c.png", "--strength", "0.5")
-    assert asked(monkeypatch, *options) == {
+    assert body_of(monkeypatch, *options) == {
         "prompt": "a red circle",
         "strength": 0.5,
         "images": [Path("a.png"), Path("b.jpg")],
@@ -86,22 +86,22 @@ def test_a_control_and_a_clip_go_along(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--control-image", "a.png", "--control-scale", "0.7", *clips)
     expected = {"control_image": Path("a.png"), "control_scale": 0.7, "videos": [Path("b.mp4"), Path("c.mp4")]}
     expected["keep_audio"] = True
-    assert asked(monkeypatch, *options) == {"prompt": "a red circle", **expected}
+    assert body_of(monkeypatch, *options) == {"prompt": "a red circle", **expected}
 
 
 def test_adapters_are_those_that_were_written(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--lora", "watercolour", "--lora", "ink:-0.5")
-    assert asked(monkeypatch, *options) == {"prompt": "a red circle", "lora": ["watercolour", "ink:-0.5"]}
+    assert body_of(monkeypatch, *options) == {"prompt": "a red circle", "lora": ["watercolour", "ink:-0.5"]}
 
 
 def test_fewer_forwards_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert asked(monkeypatch, "--cache", "fast") == {"prompt": "a red circle", "cache": "fast"}
+    assert body_of(monkeypatch, "--cache", "fast") == {"prompt": "a red circle", "cache": "fast"}
 
 
 def test_layers_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     options = ("--layers", "3", "--model", "apart", "--steps", "2", "--seed", "1")
     expected = {"layers": 3, "model": "apart", "num_inference_steps": 2, "seed": 1}
-    assert asked(monkeypatch, *options) == {"prompt": "a red circle", **expected}
+    assert body_of(monkeypatch, *options) == {"prompt": "a red circle", **expected}
 
 
 @pytest.mark.parametrize(

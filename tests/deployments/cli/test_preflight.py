@@ -166,7 +166,7 @@ def test_a_port_for_metrics_that_nobody_chose_is_the_next_free_one(monkeypatch: 
         listen("127.0.0.1", found).close()
         beside = with_metrics_port(config.with_http(port=found)).app.metrics.number
         assert beside is not None
-        assert beside > found, "that is the API's own"
+        assert beside > found, "the API has that port"
         chosen = config.with_metrics(taken)
         assert with_metrics_port(chosen) is chosen
         assert "cannot show metrics" in next(problems(chosen))

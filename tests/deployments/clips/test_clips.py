@@ -161,7 +161,7 @@ async def test_kill_9_in_the_middle_of_a_clip(tmp_path: Path, clock: SimpleNames
         record = await ended(clips, record.id)
         assert (record.status, record.attempts) == ("completed", 2)
         assert await data_of(clips, record.id) == clip(REQUEST)
-    assert len(first.performed + second.performed) == 1, "by one of the two replicas that are left"
+    assert len(first.performed + second.performed) == 1, "one of the two remaining replicas"
 
 
 async def outcome(studio: FakeStudio, folder: Path) -> ClipRecord:

@@ -35,7 +35,7 @@ def queued(
     return OpenClip(name, model, like, "queued", None, not_before_s)
 
 
-def made(name: str, eta_at_s: float | None) -> OpenClip:
+def clip_under_way(name: str, eta_at_s: float | None) -> OpenClip:
     return OpenClip(name, REQUEST.model, duration_key(REQUEST), "in_progress", eta_at_s, 0.0)
 
 
@@ -43,10 +43,10 @@ def made(name: str, eta_at_s: float | None) -> OpenClip:
     ("clips", "num_gangs", "expected_s"),
     [
         ([queued("a"), queued("b")], 1, {"a": 1010, "b": 1020}),
-        ([made("x", 1004.0), queued("a"), queued("b")], 1, {"x": 1004, "a": 1014, "b": 1024}),
-        ([queued("a"), made("x", 1004.0)], 1, {"x": 1004, "a": 1014}),
-        ([made("x", 1004.0), made("y", 1007.0), queued("a")], 1, {"x": 1004, "y": 1007, "a": 1017}),
-        ([made("x", None), queued("a")], 1, {"x": 1010, "a": 1020}),
+        ([clip_under_way("x", 1004.0), queued("a"), queued("b")], 1, {"x": 1004, "a": 1014, "b": 1024}),
+        ([queued("a"), clip_under_way("x", 1004.0)], 1, {"x": 1004, "a": 1014}),
+        ([clip_under_way("x", 1004.0), clip_under_way("y", 1007.0), queued("a")], 1, {"x": 1004, "y": 1007, "a": 1017}),
+        ([clip_under_way("x", None), queued("a")], 1, {"x": 1010, "a": 1020}),
         ([queued("a"), queued("b"), queued("c")], 2, {"a": 1010, "b": 1015, "c": 1020}),
         ([queued("a", not_before_s=1030.0), queued("b")], 1, {"a": 1040, "b": 1020}),
         ([queued("a"), queued("new", like="other"), queued("b")], 1, {"a": 1010, "new": None, "b": None}),

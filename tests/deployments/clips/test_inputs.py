@@ -48,7 +48,7 @@ def studio_of_inputs(**settings: Any) -> FakeStudio:
     return FakeStudio(defaults={"fake-clips": TAKES}, **settings)
 
 
-def kept(folder: Path) -> list[str]:
+def input_files(folder: Path) -> list[str]:
     return sorted(path.name for path in paths_in(folder / "videos") if path.name.startswith("input-"))
 
 
@@ -64,7 +64,7 @@ async def test_they_reach_the_studio_and_are_gone_at_the_end(tmp_path: Path) -> 
         assert (await ended(clips, record.id)).status == "completed"
         assert studio.inputs == [INPUTS]
         async with asyncio.timeout(PATIENCE_S):
-            while kept(tmp_path):
+            while input_files(tmp_path):
                 await asyncio.sleep(0.01)
         assert await clips.file(record.id, "video") is not None
 
@@ -74,8 +74,8 @@ async def test_they_outlive_the_application(tmp_path: Path, database_url: str) -
     async with running(studio, tmp_path, database_url=database_url) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         await started(studio)
-        assert kept(tmp_path) == KEPT
-    assert kept(tmp_path) == KEPT
+        assert input_files(tmp_path) == KEPT
+    assert input_files(tmp_path) == KEPT
     second = studio_of_inputs()
     async with running(second, tmp_path, database_url=database_url) as clips:
         assert (await ended(clips, record.id)).status == "completed"
@@ -105,7 +105,7 @@ async def test_they_go_with_a_clip_that_fails(tmp_path: Path) -> None:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         assert (await ended(clips, record.id)).status == "failed"
         async with asyncio.timeout(PATIENCE_S):
-            while kept(tmp_path):
+            while input_files(tmp_path):
                 await asyncio.sleep(0.01)
 
 

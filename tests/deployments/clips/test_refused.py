@@ -46,7 +46,7 @@ async def test_a_folder_that_refuses_files_costs_no_attempt(tmp_path: Path) -> N
                     await asyncio.sleep(0.01)
             await asyncio.sleep(QUICK["retry_s"] + 4 * QUICK["poll_s"])  # time to make another mistake
             assert [(await the(clips, one.id)).attempts for one in (first, second)] == [0, 0]
-            assert len(studio.performed) == 1, "no step is made for what could not be kept"
+            assert len(studio.performed) == 1, "no step without storage"
         for one in (first, second):
             record = await ended(clips, one.id)
             assert (record.status, record.attempts) == ("completed", 1)

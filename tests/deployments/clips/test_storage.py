@@ -76,7 +76,7 @@ async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: p
         await looked()
         studio.reasons.clear()
         await looked()
-        assert studio.performed == [], "no step is made for what could not be kept"
+        assert studio.performed == [], "no step without storage"
         monkeypatch.undo()
         assert await clips.storage_problem() is None
         assert (await ended(clips, waiting.id)).status == "completed"
@@ -224,7 +224,7 @@ def test_orphans_have_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     orphans.sweep({"lost"})
     now_s[0] += 2
     orphans.sweep({"found", "lost"})
-    assert sorted(orphans.folders()) == ["found"], "that of which a record was there meanwhile begins anew"
+    assert sorted(orphans.folders()) == ["found"], "a record meanwhile resets the count"
 
 
 def test_a_clip_that_is_deleted_during_a_sweep_keeps_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -171,7 +171,7 @@ def test_allowed_pages_read_what_the_door_says(backend: Backend, allowed: tuple[
     with served(backend) as address, doored(address, allowed_origins=allowed) as (door, client):
         # No request here: one answered before the first check would let later ones wait.
         state = "show servers state application"
-        wait_until(lambda: server_state(door._ask(state)) is False, "the door knows that nobody is there")
+        wait_until(lambda: server_state(door._ask(state)) is False, "the door knows that the server is gone")
         preflight = client.options(IMAGES, headers=ASKS)
         assert (preflight.status_code, preflight.headers["access-control-allow-origin"]) == (200, told)
         assert "POST" in preflight.headers["access-control-allow-methods"].split(",")
@@ -230,7 +230,7 @@ def test_allowed_pages_read_that_nothing_came_in_time(backend: Backend, monkeypa
 def test_other_pages_read_nothing(backend: Backend, origin: str) -> None:
     backend.live = 503
     with served(backend) as address, doored(address, allowed_origins=(PAGE,)) as (_, client):
-        wait_until(lambda: client.get("/").status_code == 503, "the door knows that nobody is there")
+        wait_until(lambda: client.get("/").status_code == 503, "the door knows that the server is gone")
         for answer in (
             client.options(IMAGES, headers=ASKS | {"Origin": origin}),
             client.get("/", headers={"Origin": origin}),

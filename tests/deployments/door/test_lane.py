@@ -184,7 +184,7 @@ def test_a_place_that_becomes_free_is_given_away(house: House, ask: Ask, client:
 
 def test_a_burst_waits_for_the_word_and_goes(house: House, ask: Ask) -> None:
     answers = [ask() for _ in range(80)]
-    wait_until(lambda: house.num_inside == NUM_PLACES + SPARE, "as many as may be are in the application")
+    wait_until(lambda: house.num_inside == NUM_PLACES + SPARE, "the application is full")
     house.doors_open.set()
     wait_until(lambda: sum(answer.done() for answer in answers) == 80 - NUM_PLACES, "all others are refused")
     assert house.most_inside == NUM_PLACES + SPARE

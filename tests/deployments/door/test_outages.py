@@ -162,7 +162,7 @@ def test_nobody_is_told_to_come_before_the_application(backend: Backend) -> None
             wait_until(lambda: door._outages.back_s == 0, "the door has seen it")
             assert client.get("/").status_code == 200
             door._outages._expected_s = 500.0
-        wait_until(lambda: 400 < told_s("/health") <= 501, "as long as the last time")
+        wait_until(lambda: 400 < told_s("/health") <= 501, "the duration of the last outage")
         for back_s in (1, 2**31):
             assert door._ask(f"set map {door._wiring.back} {BACK} {back_s}", PATIENCE_S)
             assert told_s() == MAX_RETRY_S, "the clock was set"

@@ -64,7 +64,7 @@ async def test_300_watchers_leave_room_for_work(tmp_path: Path, monkeypatch: pyt
                 assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 200
             await client.delete(f"/v1/videos/{video['id']}")
     assert looks
-    assert all(look == [video["id"]] for look in looks), "one look is for all who watch"
+    assert all(look == [video["id"]] for look in looks), "one look serves all watchers"
 
 
 async def test_watchers_that_leave_make_room(studio: FakeStudio, tmp_path: Path) -> None:
@@ -219,4 +219,4 @@ async def test_requests_wait_for_a_gang_that_is_rebuilt(client: httpx.AsyncClien
     assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 503
     studio.rebuilt = frozenset({"fake-pictures"})
     assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 200
-    assert (await client.get("/health")).status_code == 503, "which tells what there is"
+    assert (await client.get("/health")).status_code == 503, "it reports the state"

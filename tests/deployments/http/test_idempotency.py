@@ -36,7 +36,7 @@ def studio() -> FakeStudio:
     return FakeStudio(takes_pictures=True)
 
 
-def sent(path: str, **fields: Any) -> dict[str, Any]:
+def body_of(path: str, **fields: Any) -> dict[str, Any]:
     """Return the body: a form, whose boundary changes each time, or JSON."""
     return {"data": fields, "files": FILES} if path == EDITS else {"json": fields}
 
@@ -44,19 +44,19 @@ def sent(path: str, **fields: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("path", [IMAGES, EDITS])
 async def test_pictures_are_drawn_once(client: httpx.AsyncClient, studio: FakeStudio, path: str) -> None:
     """The seed is random: new pictures would differ."""
-    first, again = [await client.post(path, **sent(path, prompt="a"), headers=KEY) for _ in range(2)]
+    first, again = [await client.post(path, **body_of(path, prompt="a"), headers=KEY) for _ in range(2)]
     assert first.status_code == 200, first.text
     assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (200, first.content, "true")
     assert (len(studio.performed), "idempotent-replayed" in first.headers) == (1, False)
-    error = error_of(await client.post(path, **sent(path, prompt="b"), headers=KEY), 409)
+    error = error_of(await client.post(path, **body_of(path, prompt="b"), headers=KEY), 409)
     assert (error["code"], error["param"]) == ("idempotency_key_reused", "Idempotency-Key")
-    assert (await client.post(path, **sent(path, prompt="a"))).content != first.content
-    assert (await client.post(path, **sent(path, prompt="b"), headers={"Idempotency-Key": "8"})).status_code == 200
+    assert (await client.post(path, **body_of(path, prompt="a"))).content != first.content
+    assert (await client.post(path, **body_of(path, prompt="b"), headers={"Idempotency-Key": "8"})).status_code == 200
 
 
 @pytest.mark.parametrize("path", [IMAGES, EDITS])
 async def test_a_stream_is_drawn_once(client: httpx.AsyncClient, studio: FakeStudio, path: str) -> None:
-    asked = sent(path, prompt="a", stream=True, n=2, partial_images=1)
+    asked = body_of(path, prompt="a", stream=True, n=2, partial_images=1)
     first, again = [await client.post(path, **asked, headers=KEY) for _ in range(2)]
     kind = "image_edit" if path == EDITS else "image_generation"
     names = [line for line in first.text.splitlines() if line.startswith("event: ")]
@@ -66,7 +66,7 @@ async def test_a_stream_is_drawn_once(client: httpx.AsyncClient, studio: FakeStu
     assert len(last) == 2
     assert again.headers["content-type"] == first.headers["content-type"]
     assert (len(studio.performed), again.headers["idempotent-replayed"]) == (2, "true")
-    assert error_of(await client.post(path, **sent(path, prompt="b", stream=True), headers=KEY), 409)
+    assert error_of(await client.post(path, **body_of(path, prompt="b", stream=True), headers=KEY), 409)
 
 
 async def test_of_two_streams_at_once_one_is_drawn(client: httpx.AsyncClient, studio: FakeStudio) -> None:
@@ -145,7 +145,7 @@ async def test_keys_are_those_of_an_api_key_and_a_path(studio: FakeStudio, tmp_p
     async with client_of(build(studio, tmp_path, api_keys=("alpha",))) as client:
         headers = {"Authorization": "Bearer alpha"} | KEY
         again = await client.post(IMAGES, json={"prompt": "a"}, headers=headers)
-        assert again.headers["idempotent-replayed"] == "true", "also after a restart"
+        assert again.headers["idempotent-replayed"] == "true", "the key outlives a restart"
 
 
 async def test_a_day_later_and_after_an_error_it_is_made_anew(

@@ -100,7 +100,7 @@ async def test_files_are_not_there_for_other_keys(studio: FakeStudio, tmp_path: 
         url = await picture_url(client, "alpha")
         assert (await client.get(url, headers=by("alpha"))).status_code == 200
         assert error_of(await client.get(url, headers=by("beta")), 404)["param"] == "name"
-        assert (await client.get(url, headers=by("gamma"))).status_code == 200, "a key for somebody else says nothing"
+        assert (await client.get(url, headers=by("gamma"))).status_code == 200, "a foreign key changes nothing"
         assert (await client.get(url)).status_code == 200, "the name is the secret"
 
 

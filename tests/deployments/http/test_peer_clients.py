@@ -117,7 +117,7 @@ def picky(tmp_path: Path) -> Iterator[tuple[str, FakeStudio]]:
         yield url, studio
 
 
-async def sent(url: str, fields: dict[str, str], file: str, content_type: str) -> dict[str, Any]:
+async def post_form(url: str, fields: dict[str, str], file: str, content_type: str) -> dict[str, Any]:
     """Return the answer to a form with a picture, as aiohttp writes it."""
     form = aiohttp.FormData()
     for name, value in fields.items():
@@ -135,7 +135,7 @@ async def test_edits_of_sglang(picky: tuple[str, FakeStudio]) -> None:
     extra = {"num_inference_steps": 3, "guidance_scale": 2.5, "seed": 7, "enable_teacache": False}  # by --extra-body
     fields = {"model": "fake-edits", "prompt": PROMPT, "response_format": "b64_json", "n": "2", "size": "64x64"}
     fields |= {name: str(value) for name, value in extra.items()}
-    answer = await sent(f"{url}{EDITS}", fields, "image", "application/octet-stream")
+    answer = await post_form(f"{url}{EDITS}", fields, "image", "application/octet-stream")
     assert len(answer["data"]) == 2
     asked = [(one.num_inference_steps, one.guidance_scale, one.seed) for one in studio.performed]
     assert sorted(asked) == [(3, 2.5, 7), (3, 2.5, 8)]
@@ -146,7 +146,7 @@ async def test_clips_from_pictures_of_sglang(picky: tuple[str, FakeStudio]) -> N
     extra = {"seed": 42, "num_inference_steps": 2, "true_cfg_scale": 3.0, "enable_teacache": False, "size": "64x64"}
     fields = {"model": "fake-begun-clips", "prompt": PROMPT, "num_outputs_per_prompt": "1", "size": "64x64"}
     fields |= {"extra_body": json.dumps(extra), "num_frames": "9", "fps": "4"}
-    answer = await sent(f"{url}/v1/videos", fields, "input_reference", "application/octet-stream")
+    answer = await post_form(f"{url}/v1/videos", fields, "input_reference", "application/octet-stream")
     assert answer["num_outputs"] == 1
     await until(lambda: len(studio.performed) == 1)
     (request,) = studio.performed
@@ -183,7 +183,7 @@ async def test_edits_of_vllm_omni(picky: tuple[str, FakeStudio]) -> None:
     url, studio = picky
     fields = {"model": "fake-edits", "prompt": PROMPT, "size": "64x64", "response_format": "b64_json"}
     fields |= {"num_inference_steps": "2", "seed": "42", "guidance_scale": "2.5", "bot_task": "think"}
-    answer = await sent(f"{url}{EDITS}", fields, "image", "image/png")
+    answer = await post_form(f"{url}{EDITS}", fields, "image", "image/png")
     assert (len(answer["data"]), answer["size"]) == (1, "64x64")
     (request,) = studio.performed
     assert (request.num_inference_steps, request.seed, request.guidance_scale) == (2, 42, 2.5)
@@ -217,5 +217,5 @@ async def test_clips_of_aiperf(client: httpx.AsyncClient, as_form: bool) -> None
 
 async def test_edits_of_aiperf(picky: tuple[str, FakeStudio]) -> None:
     fields = {"prompt": PROMPT, "model": "fake-edits", "response_format": "b64_json", "n": "1"}
-    answer = await sent(f"{picky[0]}{EDITS}", fields, "image", "image/png")
+    answer = await post_form(f"{picky[0]}{EDITS}", fields, "image", "image/png")
     assert answer["data"][0]["b64_json"]

@@ -41,42 +41,42 @@ CARD = ModelCard(
 )
 
 
-def asked(**fields: Any) -> MediaRequest:
+def request_of(**fields: Any) -> MediaRequest:
     request, *_ = handle_request({"flux": CARD}, "id", {"prompt": "a", **fields})
     return request
 
 
 def test_a_recipe_is_the_default() -> None:
     for named in ({"recipe": "turbo"}, {"model": "flux:turbo"}, {"model": "flux:turbo", "recipe": "turbo"}):
-        request = asked(**named)
+        request = request_of(**named)
         assert (request.num_inference_steps, request.guidance_scale) == (2, 1.5)
         assert request.solver == Solver(flow_shift=3.0)
         assert request.loras == (Lora(name="turbo", scale=0.125),)
         assert request.model == "flux"
-    request = asked(recipe="steps")
+    request = request_of(recipe="steps")
     assert (request.num_inference_steps, request.true_cfg_scale) == (3, 2.0)
     assert request.solver == Solver(sigmas=(1.0, 0.6, 0.2), scheduler="unipc")
     assert request.loras == (Lora(name="ink", scale=0.7),)
-    plain = asked()
+    plain = request_of()
     assert (plain.num_inference_steps, plain.loras, plain.solver) == (PICTURES.num_inference_steps, (), Solver())
 
 
 def test_what_the_request_says_wins() -> None:
-    request = asked(recipe="turbo", num_inference_steps=5, guidance_scale=2.5, flow_shift=1.0, quality="high")
+    request = request_of(recipe="turbo", num_inference_steps=5, guidance_scale=2.5, flow_shift=1.0, quality="high")
     assert (request.num_inference_steps, request.guidance_scale) == (5, 2.5)
     assert request.solver == Solver(flow_shift=1.0)
-    request = asked(recipe="steps", num_inference_steps=5, guidance_scale=2.5)
+    request = request_of(recipe="steps", num_inference_steps=5, guidance_scale=2.5)
     assert (request.num_inference_steps, request.solver) == (5, Solver(scheduler="unipc"))
     assert (request.guidance_scale, request.true_cfg_scale) == (2.5, PICTURES.true_cfg_scale)
-    assert asked(recipe="turbo", sigmas=[1.0]).num_inference_steps == 1
-    assert asked(recipe="turbo", quality="high").num_inference_steps == 2
+    assert request_of(recipe="turbo", sigmas=[1.0]).num_inference_steps == 1
+    assert request_of(recipe="turbo", quality="high").num_inference_steps == 2
 
 
 def test_adapters_are_added_to_those_of_the_recipe() -> None:
-    both = asked(recipe="turbo", lora=[{"name": "ink"}])
+    both = request_of(recipe="turbo", lora=[{"name": "ink"}])
     assert both.loras == (INK, Lora(name="turbo", scale=0.125))
-    assert asked(recipe="turbo", lora=[{"name": "turbo", "scale": 1.0}]).loras == (TURBO,)
-    assert asked(model="flux:ink", recipe="turbo").loras == both.loras
+    assert request_of(recipe="turbo", lora=[{"name": "turbo", "scale": 1.0}]).loras == (TURBO,)
+    assert request_of(model="flux:ink", recipe="turbo").loras == both.loras
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_adapters_are_added_to_those_of_the_recipe() -> None:
 )
 def test_an_unknown_recipe_is_refused(fields: dict[str, Any], param: str, code: str, told: str) -> None:
     with pytest.raises(RequestError, match=told) as caught:
-        asked(**fields)
+        request_of(**fields)
     assert (caught.value.param, caught.value.code) == (param, code)
 
 
@@ -234,9 +234,9 @@ def test_a_recipe_may_name_the_precision_of_attention() -> None:
 
     assert (attention(recipe="quick"), attention(attention="fp8")) == ("fp8", "fp8")
     assert (attention(), attention(attention="auto")) == (None, None)
-    assert attention(recipe="quick", attention="auto") is None, "what the request says wins"
+    assert attention(recipe="quick", attention="auto") is None, "the request wins"
     with pytest.raises(RequestError, match="attention is 'fp8'; flux is served with auto; name one of them") as caught:
-        asked(attention="fp8")
+        request_of(attention="fp8")
     assert caught.value.param == "attention"
 
 
@@ -253,7 +253,7 @@ def test_steps_of_such_a_recipe_are_those_of_a_gang_in_float8() -> None:
     (exact,), (in_float8,) = (painted(folder, (), [plain], Setting(attention=one)) for one in ("auto", "fp8"))
     for latents, expected in zip(by_turns, (in_float8, exact, in_float8), strict=True):
         assert latents.equal(expected)
-    assert relative_difference(in_float8, exact) > 0.001, "the two can be told"
+    assert relative_difference(in_float8, exact) > 0.001, "the two differ"
 
 
 @pytest.mark.torch

@@ -22,18 +22,18 @@ CARDS = {
 }
 
 
-def asked(model: str, **fields: Any) -> bool | None:
+def sound_of(model: str, **fields: Any) -> bool | None:
     return handle_request(CARDS, "id", {"prompt": "a", "model": model, **fields})[0].sound
 
 
 @pytest.mark.parametrize("wanted", [None, True, False])
 def test_a_model_that_sounds_is_told(wanted: bool | None) -> None:
-    assert asked("sounding", generate_sound=wanted) is wanted
+    assert sound_of("sounding", generate_sound=wanted) is wanted
 
 
 def test_silence_can_be_asked_of_all() -> None:
-    assert asked("silent", generate_sound=False) is False
-    assert asked("pictures", generate_sound=False) is None
+    assert sound_of("silent", generate_sound=False) is False
+    assert sound_of("pictures", generate_sound=False) is None
 
 
 @pytest.mark.parametrize(
@@ -46,14 +46,14 @@ def test_silence_can_be_asked_of_all() -> None:
 )
 def test_what_cannot_sound_says_so(model: str, fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message) as caught:
-        asked(model, generate_sound=True, **fields)
+        sound_of(model, generate_sound=True, **fields)
     assert caught.value.param == "generate_sound"
 
 
 def test_a_real_field_is_among_the_known_ones() -> None:
     with pytest.raises(RequestError, match="generate_sound") as caught:
-        asked("sounding", unheard_of=1)
+        sound_of("sounding", unheard_of=1)
     assert "enable_teacache" not in str(caught.value)
     with pytest.raises(RequestError) as caught:
-        asked("pictures", unheard_of=1)
+        sound_of("pictures", unheard_of=1)
     assert "generate_sound" not in str(caught.value)

@@ -25,12 +25,12 @@ CARDS = {
 }
 
 
-def asked(model: str, **fields: Any) -> MediaRequest:
+def request_of(model: str, **fields: Any) -> MediaRequest:
     return handle_request(CARDS, "id", {"prompt": "a", "model": model, **fields})[0]
 
 
 def painted_over(model: str, strength: float, num_steps: int, **fields: Any) -> MediaRequest:
-    return asked(model, image=file_of(noise(64, 64)), strength=strength, num_inference_steps=num_steps, **fields)
+    return request_of(model, image=file_of(noise(64, 64)), strength=strength, num_inference_steps=num_steps, **fields)
 
 
 def test_previews_are_spread_over_the_steps_that_are_left() -> None:
@@ -39,7 +39,7 @@ def test_previews_are_spread_over_the_steps_that_are_left() -> None:
 
 
 def test_previews_are_spread_over_all_chunks() -> None:
-    assert asked("chunks", num_frames=5, num_inference_steps=4).preview_steps == (5, 10, 15)
+    assert request_of("chunks", num_frames=5, num_inference_steps=4).preview_steps == (5, 10, 15)
 
 
 def test_few_steps_are_refused_of_which_none_is_left() -> None:

@@ -29,7 +29,7 @@ async def test_a_lost_gang_is_looked_for_at_once(controller: Controller, clock: 
     models = Readiness(MODELS)
     assert await settled(models) == {}
     controller.is_running = False
-    assert await settled(models) == {}, "nobody has noticed"
+    assert await settled(models) == {}, "the loss is unnoticed"
     models.gang_lost()
     assert list(await settled(models)) == ["m"]
     controller.is_running = True
@@ -152,7 +152,7 @@ def test_where_there_may_be_no_replica_requests_wait_for_one_that_is_replaced(
 ) -> None:
     overview = overview_of(status, trigger, {"STARTING": 1, "STOPPING": 1})
     assert takes_requests(overview, on_demand=True) == takes
-    assert not takes_requests(overview), "where one should be there, requests are refused"
+    assert not takes_requests(overview), "requests are refused if a replica should exist"
 
 
 async def test_which_deployments_may_have_no_replica_is_known_by_name(controller: Controller) -> None:

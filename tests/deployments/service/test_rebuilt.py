@@ -19,18 +19,18 @@ async def test_how_long_a_model_was_missing_says_when_it_may_be_back(controller:
     controller.is_running = False
     models = Readiness(MODELS)
     assert list(await models.not_ready()) == ["m"]
-    assert models.retry_after_s("m") == RETRY_AFTER_S, "nobody knows"
+    assert models.retry_after_s("m") == RETRY_AFTER_S, "the duration is unknown"
     clock.now_s += 40.0
     controller.is_running = True
     assert await settled(models) == {}
     controller.is_running = False
     models.gang_lost()
     assert list(await settled(models)) == ["m"]
-    assert models.retry_after_s("m") == 40.0, "as long as the start took"
+    assert models.retry_after_s("m") == 40.0, "the duration of the start"
     clock.now_s += 30.0
     assert models.retry_after_s("m") == 10.0
     clock.now_s += 30.0
-    assert models.retry_after_s("m") == 20.0, "as long again as it is late: nobody may come too early all the time"
+    assert models.retry_after_s("m") == 20.0, "once more the delay: retries must not always be early"
 
 
 async def test_of_a_first_start_nobody_is_told_to_come_all_the_time(controller: Controller, clock: Clock) -> None:

@@ -108,7 +108,7 @@ def test_an_encoder_takes_turns_where_both_do_not_fit() -> None:
     assert budget.extra_s == pytest.approx(0.25 + moved / MACHINE.host_bytes_per_s)
     assert budget.num_bytes == fit(24).total_bytes - PARTS.encoder
     assert budget.host_bytes == moved
-    assert not chosen(24, replace(rules, places=(TURNS,))).savings, "as it is configured"
+    assert not chosen(24, replace(rules, places=(TURNS,))).savings, "it is configured already"
 
 
 LAYERS = replace(PARTS, layers=8 * GIB, buffers=GIB // 2, prompt=7 * GIB)
@@ -132,7 +132,7 @@ def test_layers_of_an_encoder_are_in_host_memory_where_that_costs_least() -> Non
     half = replace(ALL, layers=(False,))
     assert "text_encoder.offloads_layers" not in keys(choose_savings(with_layers(24), TIMES, 24, half))
     configured = replace(ALL, layers=(True,))
-    assert not choose_savings(with_layers(24), TIMES, 24, configured).savings, "as it is configured"
+    assert not choose_savings(with_layers(24), TIMES, 24, configured).savings, "it is configured already"
 
 
 def test_an_encoder_larger_than_the_card_takes_turns_with_layers_in_host_memory() -> None:

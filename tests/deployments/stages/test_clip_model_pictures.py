@@ -47,7 +47,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def asked(folder: Path, **more: object) -> ImageRequest:
+def image_request(folder: Path, **more: object) -> ImageRequest:
     """Return the API's request for a body without a size."""
     cards = make_cards(config_of({"m": folder}).app)
     fields = {"prompt": PROMPT, "num_inference_steps": STEPS, "seed": SEED, **more}
@@ -55,7 +55,7 @@ def asked(folder: Path, **more: object) -> ImageRequest:
     return ImageRequest.of(resolved, Requester(request_id="id"), max_n=4)
 
 
-def made(folder: Path, request: MediaRequest, pictures: ImageRequest) -> tuple[Decoded, bytes]:
+def picture_and_preview(folder: Path, request: MediaRequest, pictures: ImageRequest) -> tuple[Decoded, bytes]:
     """Return the finished picture, and a preview after the first step."""
     model = ModelConfig(name="m", path=str(folder))
     checkpoint = Checkpoint(folder)
@@ -87,10 +87,10 @@ def by_diffusers(folder: Path, seed: int) -> NDArray[np.uint8]:
 
 
 def test_pictures_are_those_of_diffusers(folder: Path) -> None:
-    pictures = asked(folder, n=2, stream=True, partial_images=1)
+    pictures = image_request(folder, n=2, stream=True, partial_images=1)
     for number, request in enumerate(pictures.requests):
         assert (request.kind, request.num_frames, request.fps, request.sound) == ("image", 1, 0, None)
-        decoded, preview = made(folder, request, pictures)
+        decoded, preview = picture_and_preview(folder, request, pictures)
         image = Image.open(io.BytesIO(decoded.data))
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", SIZE)
         assert (decoded.further, decoded.thumbnail) == ((), b"")
@@ -103,9 +103,9 @@ def test_pictures_are_those_of_diffusers(folder: Path) -> None:
 
 @pytest.mark.parametrize("format", ["jpeg", "webp"])
 def test_a_picture_is_a_file_as_it_was_asked_for(folder: Path, format: str) -> None:
-    pictures = asked(folder, output_format=format, output_compression=80)
+    pictures = image_request(folder, output_format=format, output_compression=80)
     (request,) = pictures.requests
-    decoded, _ = made(folder, request, pictures)
+    decoded, _ = picture_and_preview(folder, request, pictures)
     image = Image.open(io.BytesIO(decoded.data))
     assert (image.format, image.size) == (format.upper(), SIZE)
 

@@ -86,7 +86,7 @@ def forwards(encoder: PromptEncoder) -> list[str]:
     return calls
 
 
-def sent(seed: int) -> SentPictures:
+def sent_pictures(seed: int) -> SentPictures:
     image = noise(128, 128)
     return SentPictures.of(InputPictures(pictures=(InputPicture.of(image.rotate(90 * seed)),)))
 
@@ -124,13 +124,13 @@ def test_pictures_are_told_apart_by_their_pixels() -> None:
     encoder = PromptEncoder(spec_of(resolve_path("kontext-shapes")))
     request = Checkpoint.open("kontext-shapes").defaults.request(prompt=PROMPT)
     calls = forwards(encoder)
-    first = encoder.encode(request, sent(0))
+    first = encoder.encode(request, sent_pictures(0))
     num_calls = len(calls)
-    kept = encoder.encode(replace(request, seed=3), sent(0))
+    kept = encoder.encode(replace(request, seed=3), sent_pictures(0))
     assert kept.was_kept
     assert len(calls) == num_calls > 0
     torch.testing.assert_close(tensors(kept.open()), tensors(first.open()), rtol=0, atol=0)
-    assert not encoder.encode(request, sent(1)).was_kept
+    assert not encoder.encode(request, sent_pictures(1)).was_kept
     assert len(calls) > num_calls
 
 

@@ -45,7 +45,7 @@ def url(request: pytest.FixtureRequest, ray_cluster: None, pictures: Path) -> It
         yield url
 
 
-async def stayed(client: httpx.AsyncClient, seed: int, reference: bytes) -> bool:
+async def stay(client: httpx.AsyncClient, seed: int, reference: bytes) -> bool:
     """Return whether it was answered, with the right bytes. It may be refused while there is no gang."""
     body = {"prompt": PROMPT, **SMALL, "seed": seed, "stream": True}
     async with client.stream("POST", IMAGES, json=body) as response:
@@ -58,7 +58,7 @@ async def stayed(client: httpx.AsyncClient, seed: int, reference: bytes) -> bool
     return True
 
 
-async def left(client: httpx.AsyncClient, after_s: float) -> None:
+async def leave(client: httpx.AsyncClient, after_s: float) -> None:
     """Disconnect, whatever was received until then."""
     body = {"prompt": PROMPT, **ENDLESS, "stream": True}
     with suppress(TimeoutError):
@@ -77,8 +77,8 @@ async def test_nobody_is_lost(url: str) -> None:
     async def one(client: httpx.AsyncClient, i: int) -> bool:
         await asyncio.sleep(starts_s[i])
         if i % 2:
-            return await stayed(client, i % NUM_SEEDS, references[i % NUM_SEEDS])
-        await left(client, stays_s[i])
+            return await stay(client, i % NUM_SEEDS, references[i % NUM_SEEDS])
+        await leave(client, stays_s[i])
         return False
 
     async def strike() -> None:
@@ -88,9 +88,9 @@ async def test_nobody_is_lost(url: str) -> None:
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S, limits=limits) as client:
         *answered, _ = await asyncio.gather(*(one(client, i) for i in range(NUM_STREAMS)), strike())
-        assert sum(map(bool, answered)) > NUM_STREAMS // 4, "most of those who stay came before the kill"
+        assert sum(map(bool, answered)) > NUM_STREAMS // 4, "most remaining streams began before the kill"
         wait_until(lambda: rank_pids("pictures") != pids, "there is another gang")
         wait_until(lambda: httpx.get(f"{url}/health").status_code == httpx.codes.OK, "it is ready")
         places = range(NUM_RUNNING + NUM_WAITING)
-        again = await asyncio.gather(*(stayed(client, i % NUM_SEEDS, references[i % NUM_SEEDS]) for i in places))
+        again = await asyncio.gather(*(stay(client, i % NUM_SEEDS, references[i % NUM_SEEDS]) for i in places))
     assert all(again), "no place is taken by a job of before"

@@ -58,7 +58,7 @@ def test_a_decoder_that_starts_again_knows_what_it_took(
     with monkeypatch.context() as patch:
         patch.setattr(vae_decoder, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
         decoder.decode(Parcel.of(checkpoint.first_latents(request)), request, output)
-    wait_until(lambda: any((tmp_path / "decode_times").glob("m_*.json")), "what was measured is kept")
+    wait_until(lambda: any((tmp_path / "decode_times").glob("m_*.json")), "the time is stored")
     again = VaeDecoder(spec_of(pictures))
     assert again.expected_s(request, output) == 3.0
     assert again.expected_s(replace(request, width=2 * request.width), output) == 6.0

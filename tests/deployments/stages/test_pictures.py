@@ -46,7 +46,7 @@ def test_packing_copies_nothing() -> None:
     assert np.shares_memory(pixels, np.frombuffer(INPUTS.pictures[0].data, np.uint8))
 
 
-class Seen(list[torch.Tensor]):
+class PictureValues(list[torch.Tensor]):
     """Pictures in place of conditioning."""
 
     noise = None
@@ -62,7 +62,7 @@ class Looker:
     def encode(self, request: MediaRequest, pictures: InputPictures) -> Any:
         assert len(pictures.pictures) == request.num_pictures
         images = [*pictures.pictures, *([pictures.mask] if pictures.mask else [])]
-        return Seen(torch.from_numpy(np.array(one.image())) for one in images)
+        return PictureValues(torch.from_numpy(np.array(one.image())) for one in images)
 
 
 class LookingEncoder(PromptEncoder):

@@ -38,7 +38,7 @@ async def test_who_would_wait_too_long_is_refused_until_the_others_are_done(impa
             refused = await client.post(IMAGES, json=body)
             async for event in events:
                 last = event
-        assert last["type"] == "image_generation.completed", "it waits for nobody, however long it takes"
+        assert last["type"] == "image_generation.completed", "it waits for no other, however long it takes"
         taken = await client.post(IMAGES, json=body)
     assert refused.status_code == 429, refused.text
     assert int(refused.headers["retry-after"]) >= 1

@@ -68,7 +68,7 @@ def build(folder: Path, options: dict[str, Any]) -> tuple[tuple[int, ...], bool]
         engine.predict(checkpoint.first_step(replace(request, attention=attention)), (0, 1))
         was_warm.append(engine.was_warm)
     engine.close()
-    assert len(set(was_warm)) == 1, "what a recipe may name is prepared as well"
+    assert len(set(was_warm)) == 1, "a recipe's attention is warm, too"
     return engine.team_sizes, was_warm[0]
 
 
@@ -134,7 +134,7 @@ def build_twice(folder: Path, data_dir: Path) -> tuple[tuple[str, str], tuple[st
         engine: Any = parts.engine
         engine.close()
         assert parts.estimates is not None
-        assert sorted(parts.estimates.by_size) == [1, 2], "of smaller teams, too"
+        assert sorted(parts.estimates.by_size) == [1, 2], "smaller teams have estimates, too"
         return str(engine.division.team((0, 1)).spec.name)
 
     every_way = patch("engines.planner.forecast.TRIAL_MARGIN", 1000.0)  # times all, on fast machines too

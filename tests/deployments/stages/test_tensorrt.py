@@ -195,5 +195,5 @@ def test_from_the_configuration_to_a_picture(tmp_path: Path, monkeypatch: pytest
     )
     torch.testing.assert_close(given[0], expected[0], rtol=1e-3, atol=1e-3)
     assert len(built) == 3, "a size between them has a context of its own"
-    assert len({engine.sha256 for engine in built}) == 1, "and no file"
+    assert len({engine.sha256 for engine in built}) == 1, "it has no file of its own"
     parts.engine.close()

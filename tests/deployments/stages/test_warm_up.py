@@ -130,7 +130,7 @@ def test_what_is_captured_has_been_replayed(pictures: Path, compiles: bool, num_
     model = spec.model.model_copy(update={"text_encoder": EncoderConfig(compile=compiles)})
     encoder: Any = SimpleNamespace(compile_calls=nullcontext, encode=lambda request, _: prompts.append(request.prompt))
     warm_encoder(encoder, replace(spec, model=model), checkpoint)
-    assert prompts == [PROMPT] * 2 * num_runs, "of words alone, and with a picture"
+    assert prompts == [PROMPT] * 2 * num_runs, "words alone, and words with a picture"
 
 
 def test_a_decoder_of_a_whole_pipeline_starts_with_nothing_to_warm(tmp_path: Path, calls: Calls) -> None:

@@ -44,8 +44,8 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch, tmp_pat
         return b""
 
     monkeypatch.setattr(vae_decoder, "encode_frames", encode)
-    monkeypatch.setattr(vae_decoder, "encode_thumbnail", partial(counted, groups, lambda _: b""))
-    monkeypatch.setattr(clip, "encode_group", partial(counted, groups, clip.encode_group))
+    monkeypatch.setattr(vae_decoder, "encode_thumbnail", partial(record_thread, groups, lambda _: b""))
+    monkeypatch.setattr(clip, "encode_group", partial(record_thread, groups, clip.encode_group))
     (tmp_path / "model_index.json").write_text("{}")
     decoder = SimpleNamespace(decode_chunks=decode_chunks, decode=decode, preview=decode, modules=())
     checkpoint = SimpleNamespace(decoder=lambda **_: decoder, defaults=CLIPS, path=tmp_path)
@@ -69,7 +69,7 @@ def test_many_callers_share_few_threads(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert len(groups) <= MAX_GROUPS
 
 
-def counted(threads: set[int], work: Callable[..., Any], *args: Any) -> Any:
+def record_thread(threads: set[int], work: Callable[..., Any], *args: Any) -> Any:
     threads.add(threading.get_ident())
     return work(*args)
 

@@ -61,15 +61,15 @@ async def pair(line: Line, clock: SetTime) -> AsyncIterator[tuple[Accounts, Acco
     for accounts in (first, second):
         async with accounts.taken(MINE, 1):
             pass
-    await settled(first, second)
+    await settle(first, second)
     line.calls.clear()
     yield first, second
-    await settled(first, second)
+    await settle(first, second)
     for accounts in (first, second):
         accounts._reporting.cancel()  # type: ignore[union-attr]
 
 
-async def settled(*replicas: Accounts) -> None:
+async def settle(*replicas: Accounts) -> None:
     """Return once the keeper knows of all changes."""
     async with asyncio.timeout(PATIENCE_S):
         while any(one._unreported or one._keeper.num_open for one in replicas):  # type: ignore[attr-defined]
@@ -91,7 +91,7 @@ async def test_what_is_under_way_counts_together(pair: Pair) -> None:
         for accounts in pair:
             with pytest.raises(LimitReachedError, match="2 pictures and clips of this key under way; the limit is 2"):
                 await begin(accounts)
-    await settled(*pair)
+    await settle(*pair)
     async with second.taken(MINE, 1, 1):
         with pytest.raises(LimitReachedError, match="2 pictures and clips"):
             await begin(first, num_clips=1)
@@ -128,7 +128,7 @@ async def test_a_minute_of_use_counts_together(pair: Pair, clock: SetTime) -> No
     for accounts in pair:
         async with accounts.taken(MINE, 1):
             accounts.charge(MINE, "m", 5.0)
-        await settled(accounts)
+        await settle(accounts)
     for accounts in pair:
         with pytest.raises(LimitReachedError, match=r"10\.0 GPU-seconds in the last minute, and 10 may be") as caught:
             await begin(accounts)
@@ -144,7 +144,7 @@ async def test_a_request_waits_for_one_call_and_for_none_without_limits(pair: Pa
         for _ in range(2):
             first.charge(MINE, "m", 1.0)
         assert line.calls["reserve"] == 1
-    await settled(first)
+    await settle(first)
     assert line.calls == {"reserve": 1, "report": 1}
     line.calls.clear()
     async with first.taken(FREE, 100):
@@ -165,7 +165,7 @@ async def test_a_new_keeper_hears_what_is_under_way_and_was_used(pair: Pair, lin
         with pytest.raises(LimitReachedError, match="2 pictures and clips of this key under way"):
             async with second.taken(MINE, 1):
                 pass
-    await settled(first)
+    await settle(first)
     balance = await second.used(MINE)
     assert (balance.num_requests, balance.last_minute_s) == (1, 4.0)
     async with second.taken(MINE, 2):
@@ -179,7 +179,7 @@ async def test_a_new_keeper_hears_from_a_replica_that_nobody_calls(
     monkeypatch.setattr(accounts_module, "RENEW_S", 0.01)
     first, second = pair
     first.charge(MINE, "m", 10.0)
-    await settled(first)
+    await settle(first)
     line.keeper = AccountKeeper(LIMITS, clock)
     async with asyncio.timeout(PATIENCE_S):
         while (await second.used(MINE)).last_minute_s < 10.0:
@@ -209,7 +209,7 @@ async def test_a_new_keeper_hears_of_what_waits_while_other_keys_are_busy(
                     await begin(second)
                 except LimitReachedError:
                     is_refused = True
-    await settled(first, second)
+    await settle(first, second)
 
 
 async def test_what_is_on_its_way_to_a_keeper_that_dies_counts_once(pair: Pair, line: Line, clock: SetTime) -> None:
@@ -230,7 +230,7 @@ async def test_what_is_on_its_way_to_a_keeper_that_dies_counts_once(pair: Pair, 
     await asyncio.wait({asking}, timeout=0.05)
     dies.set()
     await asking
-    await settled(first)
+    await settle(first)
     assert (await first.used(MINE)).last_minute_s == 2.0
 
 
@@ -256,7 +256,7 @@ async def test_without_a_keeper_keys_with_limits_are_refused_and_nothing_is_forg
         first.charge(MINE, "m", 2.0)
     await asyncio.sleep(0.03)
     line.is_away = False
-    await settled(first, second)
+    await settle(first, second)
     assert (await second.used(MINE)).last_minute_s == 2.0
     async with second.taken(MINE, 2):
         pass

@@ -22,46 +22,46 @@ def keeper(monkeypatch: pytest.MonkeyPatch, clock: SetTime) -> AccountKeeper:
     return AccountKeeper(LIMITS, clock)
 
 
-def told(version: int, pending: tuple[str, ...] = (), **reserved: int) -> Account:
+def account(version: int, pending: tuple[str, ...] = (), **reserved: int) -> Account:
     return Account(since=0, version=version, reserved=reserved, pending=set(pending))
 
 
 async def test_what_was_withdrawn_while_it_waited_is_not_granted(
     keeper: AccountKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await keeper.reserve("first", MINE, told(1, ("held",), held=2), "held", 0) is None
-    asking = asyncio.create_task(keeper.reserve("first", MINE, told(2, ("asked",), held=2, asked=2), "asked", 0))
+    assert await keeper.reserve("first", MINE, account(1, ("held",), held=2), "held", 0) is None
+    asking = asyncio.create_task(keeper.reserve("first", MINE, account(2, ("asked",), held=2, asked=2), "asked", 0))
     await asyncio.sleep(0)
-    await keeper.report("first", {MINE: told(3, held=2)})
-    await keeper.report("first", {MINE: told(4)})
+    await keeper.report("first", {MINE: account(3, held=2)})
+    await keeper.report("first", {MINE: account(4)})
     assert isinstance(await asking, LimitReachedError)
     monkeypatch.setattr(keepers, "GRACE_S", 0.0)
-    assert await keeper.reserve("first", MINE, told(5, ("next",), next=2), "next", 0) is None
+    assert await keeper.reserve("first", MINE, account(5, ("next",), next=2), "next", 0) is None
 
 
 async def test_a_call_that_is_repeated_while_the_first_waits_is_granted_once(
     keeper: AccountKeeper, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert await keeper.reserve("first", MINE, told(1, ("held",), held=2), "held", 0) is None
-    both = told(2, ("asked",), held=2, asked=1)
+    assert await keeper.reserve("first", MINE, account(1, ("held",), held=2), "held", 0) is None
+    both = account(2, ("asked",), held=2, asked=1)
     asking = [asyncio.create_task(keeper.reserve("first", MINE, both, "asked", 0)) for _ in range(2)]
     await asyncio.sleep(0)
-    await keeper.report("first", {MINE: told(3, ("asked",), asked=1)})
+    await keeper.report("first", {MINE: account(3, ("asked",), asked=1)})
     assert await asyncio.gather(*asking) == [None, None]
     monkeypatch.setattr(keepers, "GRACE_S", 0.0)
-    refused = keeper.reserve("second", MINE, told(1, ("other",), other=2), "other", 0)
+    refused = keeper.reserve("second", MINE, account(1, ("other",), other=2), "other", 0)
     assert isinstance(await refused, LimitReachedError), "one is under way"
-    await keeper.report("first", {MINE: told(4)})
-    assert await keeper.reserve("first", MINE, told(5, ("next",), next=2), "next", 0) is None
+    await keeper.report("first", {MINE: account(4)})
+    assert await keeper.reserve("first", MINE, account(5, ("next",), next=2), "next", 0) is None
 
 
 async def test_a_late_report_changes_nothing(keeper: AccountKeeper, monkeypatch: pytest.MonkeyPatch) -> None:
     """A late report neither ends later grants nor restores what has ended."""
     monkeypatch.setattr(keepers, "GRACE_S", 0.0)
-    assert await keeper.reserve("first", MINE, told(2, ("held",), held=2), "held", 0) is None
-    await keeper.report("first", {MINE: told(1)})
-    other = told(1, ("other",), other=1)
+    assert await keeper.reserve("first", MINE, account(2, ("held",), held=2), "held", 0) is None
+    await keeper.report("first", {MINE: account(1)})
+    other = account(1, ("other",), other=1)
     assert isinstance(await keeper.reserve("second", MINE, other, "other", 0), LimitReachedError)
-    await keeper.report("first", {MINE: told(4)})
-    await keeper.report("first", {MINE: told(3, held=2)})
+    await keeper.report("first", {MINE: account(4)})
+    await keeper.report("first", {MINE: account(3, held=2)})
     assert await keeper.reserve("second", MINE, other, "other", 0) is None

@@ -147,7 +147,7 @@ async def test_a_client_that_leaves_while_it_is_decoded_pays_all_of_it() -> None
     task.cancel()
     await asyncio.wait([task])
     assert await metered.charged() == (0, 4.5)
-    assert not metered.stages.asked, "nobody need be"
+    assert not metered.stages.asked, "no gang is queried"
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_statement_counts_by_its_age() -> None:
     assert told.charges == [(-50.0, 4.0), (0.0, 1.5)]
     accounts = [told.shifted(50.0), second]
     expected = Balance(since=3, num_requests=2, gpu_s=10.5, last_minute_s=10.5)
-    assert Balance.of(accounts, 50.0) == expected, "what ended early is no finished request"
+    assert Balance.of(accounts, 50.0) == expected, "an early end is no finished request"
     assert Balance.of(accounts, 61.0).last_minute_s == 6.5
     assert first.statement(1111.0).charges == []
 

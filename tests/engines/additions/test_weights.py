@@ -163,7 +163,7 @@ def test_a_quantised_layer_is_as_if_it_had_been_loaded_so(kind: Scheme) -> None:
         expected = LAYERS[kind](merged)
         assert layer.weight_NK.float().equal(expected.weight_NK.float())
         assert layer.scale_1N.equal(expected.scale_1N)
-    assert loaded["0.weight"].equal(linear(torch.bfloat16).weight), "what was loaded stays"
+    assert loaded["0.weight"].equal(linear(torch.bfloat16).weight), "loaded values stay"
     assert layer.weight_NK.float().equal(before[0].float())
     assert layer.scale_1N.equal(before[1])
     assert layer.weight_NK.data_ptr() == address

@@ -32,7 +32,7 @@ def test_an_entry_is_made_once_and_the_newest_is_released_first() -> None:
         assert resources.get(Second) == {"a": 1}
         resources.get(Third)
     assert ENDED == ["third", "first"]
-    assert resources.get(Second) == {}, "what is asked for after the end begins anew"
+    assert resources.get(Second) == {}, "after the end a resource is new"
 
 
 class Failing:

@@ -68,7 +68,7 @@ def test_weights_leave_and_come_back_in_the_same_tensors(tmp_path: Path) -> None
         memory.wake()
         assert_same(module, before)
         assert rows.equal(before[0][3:5]), "a view has its values too"
-    assert memory.num_copies == 1, "nobody changed the weights"
+    assert memory.num_copies == 1, "the weights are unchanged"
 
 
 def test_new_weights_are_copied_again(tmp_path: Path) -> None:

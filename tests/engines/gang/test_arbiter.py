@@ -111,7 +111,7 @@ def test_the_last_steps_of_a_job_are_not_interrupted() -> None:
     made.hear("b", work(1.0), 20.0)
     assert made.decide(20.5) == {"a"}
     made.hear("a", work(30.0, ending_s=5.0), 20.6)
-    assert made.decide(20.7) == {"b"}, "that job has ended"
+    assert made.decide(20.7) == {"b"}, "the job has ended"
     made.hear("a", work(30.0, ending_s=0.9), 20.8)
     assert made.decide(20.9) == {"a"}
     assert made.decide(20.0 + SWAP_S) == {"b"}, "the time for that is given once"

@@ -212,7 +212,7 @@ def test_no_gang_is_idle_while_the_node_of_another_is_unknown() -> None:
     """It may be the newest of the same node, which Serve ends first."""
     gangs = {"a": GangReport(node=1.0), "b": UNHEARD}
     assert Observation(now_s=0.0, target=2, gangs=gangs).num_idle == 0
-    assert Observation(now_s=0.0, target=2, gangs={"b": UNHEARD, "a": GangReport()}).num_idle == 1, "of no node"
+    assert Observation(now_s=0.0, target=2, gangs={"b": UNHEARD, "a": GangReport()}).num_idle == 1, "no node"
 
 
 def test_deadlines_shorten_the_wait_that_is_aimed_at() -> None:
@@ -238,7 +238,7 @@ def test_a_start_is_measured_from_the_order_and_its_median_kept() -> None:
     starts = StartTimes()
     starts.hear(Observation(now_s=0.0, target=0))
     assert starts.lead_s(None) == 60.0
-    assert starts.lead_s(12.0) == 12.0, "what gangs report until an order was seen"
+    assert starts.lead_s(12.0) == 12.0, "the gangs' own report until the first order"
     starts.order(10.0, 2)
     starts.hear(Observation(now_s=50.0, target=2, gangs={"a": GangReport()}))
     assert starts.lead_s(12.0) == 40.0
@@ -259,7 +259,7 @@ def test_the_start_of_a_first_gang_which_serve_orders_counts_its_node_too() -> N
     assert starts.lead_s(28.0) == starts.longest_s(28.0) == 268.0
     starts.hear(Observation(now_s=400.0, target=1))
     starts.hear(Observation(now_s=410.0, target=1, gangs={"b": GangReport()}))
-    assert starts.longest_s(28.0) == 268.0, "nobody ordered the one that took a dead one's place"
+    assert starts.longest_s(28.0) == 268.0, "a dead gang's replacement was not ordered"
 
 
 def test_a_gang_that_a_restarted_controller_finds_has_not_started_in_a_second() -> None:
@@ -440,7 +440,7 @@ def test_shares_fit_the_ranks_and_waste_none(demands: dict[str, RankDemand], num
             assert num_ranks - used < 4, "no room for the widest gang"
             lower = [one for one in demands if demands[one].priority < demand.priority]
             spared = sum((granted[one] - min(demands[one].want, demands[one].min_gangs)) for one in lower)
-            assert not spared or demand.num_ranks > 1, "who counts less has no more than its minimum"
+            assert not spared or demand.num_ranks > 1, "a lower priority has only its minimum"
 
 
 def test_a_model_of_higher_priority_gets_ranks_that_another_works_on() -> None:

@@ -69,7 +69,7 @@ def step_of(predicted_s: float, ranks: tuple[int, ...] = (0, 1), *, works: bool 
     return InFlightStep(work=work if works else None, pending=dict.fromkeys(ranks), predicted_s=predicted_s)
 
 
-def sent(ledger: SetLedger, *steps: InFlightStep) -> InFlightStep:
+def push(ledger: SetLedger, *steps: InFlightStep) -> InFlightStep:
     for step in steps:
         ledger.send(step)
     return steps[-1]
@@ -80,16 +80,16 @@ def sent(ledger: SetLedger, *steps: InFlightStep) -> InFlightStep:
 def test_short_steps_and_those_that_nobody_knows_go_out_at_once(reports_early: bool, predicted_s: float) -> None:
     ledger = SetLedger(2, reports_early=reports_early)
     assert ledger.free_ranks(2, 10.0) == {0, 1}
-    sent(ledger, step_of(predicted_s))
+    push(ledger, step_of(predicted_s))
     assert ledger.free_ranks(2, 10.0) == {0, 1}
-    sent(ledger, step_of(predicted_s))
-    assert ledger.free_ranks(2, 10.0) == set(), "as many as may be"
+    push(ledger, step_of(predicted_s))
+    assert ledger.free_ranks(2, 10.0) == set(), "the limit of steps in flight"
     assert ledger.next_free_in_s(2, 10.0) is None, "a report must come first"
 
 
 def test_a_long_step_is_followed_shortly_before_its_end() -> None:
     ledger = SetLedger(3)
-    long = sent(ledger, step_of(LONG_S))
+    long = push(ledger, step_of(LONG_S))
     assert ledger.free_ranks(2, 10.0) == {2}, "it may not even have begun"
     ledger.start(long, 10.0)
     assert ledger.next_free_in_s(2, 11.0) == pytest.approx(LONG_S - LEAD_OF_LONG_S - 1)
@@ -101,14 +101,14 @@ def test_a_long_step_is_followed_shortly_before_its_end() -> None:
 
 def test_a_rank_with_a_gpu_works_on_after_its_report() -> None:
     ledger = SetLedger(2, reports_early=True)
-    long = sent(ledger, step_of(LONG_S))
+    long = push(ledger, step_of(LONG_S))
     ledger.start(long, 10.0)
     ledger.report(long, 10.5)
     assert not ledger.job_ids, "there is no report to come"
     assert ledger.free_ranks(2, 10.5) == set()
     assert ledger.next_free_in_s(2, 10.5) == pytest.approx(LONG_S - LEAD_OF_LONG_S)
     assert ledger.free_ranks(2, 10.5 + LONG_S - 0.99 * LEAD_OF_LONG_S) == {0, 1}
-    sent(ledger, step_of(LONG_S))
+    push(ledger, step_of(LONG_S))
     assert ledger.free_ranks(2, 10.5 + LONG_S - 0.99 * LEAD_OF_LONG_S) == set(), "another one, all of it"
 
 
@@ -121,10 +121,10 @@ def test_ranks_are_busy_until_the_last_has_done_what_it_was_sent(predicted_s: fl
         return ledger.busy_s(now_s, lambda _: LONG_S)
 
     assert busy_s(10.0) == 0.0
-    first = sent(ledger, step_of(predicted_s))
+    first = push(ledger, step_of(predicted_s))
     assert busy_s(10.0) == LONG_S, "it may not even have begun"
     ledger.start(first, 10.0)
-    sent(ledger, step_of(predicted_s, ranks=(1,)), step_of(0.25 * LONG_S, ranks=(2,)))
+    push(ledger, step_of(predicted_s, ranks=(1,)), step_of(0.25 * LONG_S, ranks=(2,)))
     assert busy_s(11.0) == 2 * LONG_S - 1, "rank 1 does both"
     ledger.report(first, 11.5)
     assert busy_s(12.0) == LONG_S
@@ -132,23 +132,23 @@ def test_ranks_are_busy_until_the_last_has_done_what_it_was_sent(predicted_s: fl
 
 def test_a_rank_with_a_gpu_is_busy_after_its_report() -> None:
     ledger = SetLedger(2, reports_early=True)
-    ledger.report(sent(ledger, step_of(LONG_S)), 10.0)
+    ledger.report(push(ledger, step_of(LONG_S)), 10.0)
     assert ledger.busy_s(11.0, lambda _: LONG_S) == LONG_S - 1
-    sent(ledger, step_of(SHORT_S))
+    push(ledger, step_of(SHORT_S))
     assert ledger.busy_s(11.0, lambda _: LONG_S) == LONG_S - 1 + SHORT_S
     assert ledger.busy_s(20.0, lambda _: LONG_S) == SHORT_S
 
 
 def test_what_ranks_do_beside_the_teams_of_a_plan_takes_them_no_time() -> None:
     ledger = SetLedger(2, reports_early=True)
-    ledger.report(sent(ledger, step_of(LONG_S)), 10.0)
-    ledger.report(sent(ledger, step_of(0.0, works=False)), 10.0)
+    ledger.report(push(ledger, step_of(LONG_S)), 10.0)
+    ledger.report(push(ledger, step_of(0.0, works=False)), 10.0)
     assert ledger.free_ranks(2, 10.0) == set(), "the step is still under way"
 
 
 def test_reports_that_came_in_time_leave_a_rank_free() -> None:
     ledger = SetLedger(2)
-    long = sent(ledger, step_of(LONG_S))
+    long = push(ledger, step_of(LONG_S))
     ledger.start(long, 10.0)
     ledger.report(long, 10.0 + LONG_S / 2)
     assert ledger.free_ranks(2, 10.0 + LONG_S / 2) == {0, 1}
@@ -165,7 +165,7 @@ def test_the_rank_that_waited_for_no_other_says_what_moves_took() -> None:
 
     def report(sequence: int, **move_ms: float) -> None:
         ranks = tuple(int(name.removeprefix("rank")) for name in move_ms)
-        ledger.report(sent(ledger, step_of(0.0, ranks, works=False)), 10.0, sequence, **move_ms)
+        ledger.report(push(ledger, step_of(0.0, ranks, works=False)), 10.0, sequence, **move_ms)
 
     report(2, rank0=70.0, rank1=4.0)
     report(4, rank0=3.0, rank1=30.0, rank2=3.5)
@@ -181,7 +181,7 @@ def test_the_slowest_rank_says_what_a_change_of_weights_took() -> None:
     times = StepTimes()
     ledger = SetLedger(2, times)
     for sequence, switches_ms in enumerate([(80.0, 90.0), (0.0, 0.0), (110.0, 40.0)]):
-        step = sent(ledger, step_of(0.0, works=False))
+        step = push(ledger, step_of(0.0, works=False))
         reports = {
             rank: StepReport(rank=rank, sequence=sequence, switch_ms=switch_ms)
             for rank, switch_ms in enumerate(switches_ms)
@@ -233,7 +233,7 @@ class Request:
 
 
 @dataclass
-class Seen:
+class LoadTimes:
     """``gpu_s`` has the reported times of finished jobs, ``left_s`` those of cancelled requests, ``rank_s`` the device
     time of each job. ``so_far_s`` has the time reported with each step."""
 
@@ -263,8 +263,8 @@ def counted_s(model: str) -> float:
     return sum(int(each["num_ranks"]) * metric("troupe_step_seconds_sum", **each) for each in labels)
 
 
-async def _seen(requests: Sequence[Request], config: GangConfig, known: StepTimes) -> Seen:
-    seen, before_s = Seen(), counted_s("seen")
+async def _run_load(requests: Sequence[Request], config: GangConfig, known: StepTimes) -> LoadTimes:
+    seen, before_s = LoadTimes(), counted_s("seen")
     ranks = GpuRanks(config.num_ranks, ALL, {str(number): one.shape for number, one in enumerate(requests)})
 
     async with virtual_gang(config, ranks, model="seen", step_times=known) as gang:
@@ -286,11 +286,11 @@ async def _seen(requests: Sequence[Request], config: GangConfig, known: StepTime
     return seen
 
 
-def seen_of(*requests: Request, config: GangConfig = PAIR, known: StepTimes | None = None) -> Seen:
-    return run_in_virtual_time(_seen(requests, config, known or known_times()))
+def seen_of(*requests: Request, config: GangConfig = PAIR, known: StepTimes | None = None) -> LoadTimes:
+    return run_in_virtual_time(_run_load(requests, config, known or known_times()))
 
 
-def assert_told_right(seen: Seen) -> None:
+def assert_told_right(seen: LoadTimes) -> None:
     """Check the reported time of each job, and the sum of all."""
     told_s = seen.gpu_s | seen.left_s
     assert told_s == {job_id: pytest.approx(seen.rank_s[job_id], rel=NEAR) for job_id in told_s}

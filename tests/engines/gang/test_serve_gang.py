@@ -119,7 +119,7 @@ async def test_serve_replaces_a_broken_gang(handle: DeploymentHandle[Any], victi
     pids = dict(zip(("replica", "rank 0", "rank 1"), await handle.pids.remote(), strict=True))
     num_before = num_placement_groups()
     error = await break_during_a_job(handle, pids[victim])
-    assert victim == "replica" or f"{victim} died" in str(error), "and no deadline passed"
+    assert victim == "replica" or f"{victim} died" in str(error), "no deadline passed"
     await assert_serves_again(handle, f"again after {victim}")
     await eventually(lambda: not alive(pids.values()))
     await eventually(lambda: num_placement_groups() <= num_before)

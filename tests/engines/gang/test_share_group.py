@@ -82,7 +82,7 @@ def test_models_load_one_at_a_time_while_all_others_are_asleep() -> None:
     a_encoder.say(4.0, state="asleep")
     assert b.say(4.0) == "loading"
     b.say(5.0, state="loading")
-    assert a.say(5.0, demand=WORK) == "asleep", "nobody wakes up beside a model of unknown size"
+    assert a.say(5.0, demand=WORK) == "asleep", "no model wakes beside one of unknown size"
 
 
 def test_a_model_with_work_wakes_up_once_the_other_is_wholly_asleep() -> None:
@@ -220,7 +220,7 @@ def test_host_memory_is_granted_up_to_its_limit() -> None:
     assert group.order(b.report, 9.0).pinned == (10 * GIB,)
     new = Member(group=group, model="a", token="new")
     new.say(0.1)
-    assert group.pinned_bytes == 10 * GIB, "of processes that are gone nothing is pinned"
+    assert group.pinned_bytes == 10 * GIB, "ended processes pin nothing"
     assert ShareGroup().order(a.report, 9.0).pinned is None
 
 

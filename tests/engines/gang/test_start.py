@@ -166,7 +166,7 @@ async def test_each_phase_leaves_a_line_in_the_log(caplog: pytest.LogCaptureFixt
     lines = [record.__dict__ for record in caplog.records if record.message == logs.MESSAGE]
     assert [line["phase"] for line in lines] == [f"gang: {name}" for name in ("processes", "connect", "load", "build")]
     assert {line["model"] for line in lines} == {"fake"}
-    assert {line["took_s"] for line in lines} == {0.0}, "by the clock of the gang"
+    assert {line["took_s"] for line in lines} == {0.0}, "times are the gang's clock's"
 
 
 @pytest.mark.parametrize("granted", [(7, 8), None])
@@ -413,7 +413,7 @@ async def test_ranks_find_libraries_where_the_engine_says(ray_cluster: None, tmp
         given = await latents(gang, fake_job("one", request))
         await gang.close()
         assert given.equal(reference_latents(request))
-        assert gang.estimates == FAKE_ESTIMATES, "as the ranks told"
+        assert gang.estimates == FAKE_ESTIMATES, "the ranks' estimates"
         with pytest.raises(OSError, match=LIBRARY):
             await Gang.start(CONFIG, load_with_library, placement_group=group)
 

@@ -50,7 +50,7 @@ def known_times() -> StepTimes:
     return known
 
 
-class Told(NamedTuple):
+class JobTimes(NamedTuple):
     """Predicted seconds until a job's latents, on its arrival, and the actual ones."""
 
     eta_s: float | None
@@ -64,20 +64,20 @@ async def went_through(
     *,
     elastic: bool,
     preview_steps: frozenset[int] = frozenset(),
-) -> list[Told]:
+) -> list[JobTimes]:
     ranks = GpuRanks(NUM_RANKS, STEPS, {str(number): one.shape for number, one in enumerate(load)})
     config = GangConfig(
         num_ranks=NUM_RANKS, gpus_per_rank=1.0, elastic=elastic, policy=policy, max_waiting_jobs=NUM_ARRIVALS
     )
 
-    async def one(gang: Gang, number: int, arrival: Arrival) -> Told:
+    async def one(gang: Gang, number: int, arrival: Arrival) -> JobTimes:
         await asyncio.sleep(arrival.at_s)
         job = fake_job(
             str(number), FakeRequest(seed=number, num_steps=NUM_STEPS), shape=arrival.shape, preview_steps=preview_steps
         )
         events = [event async for group in gang.submit_grouped(job, every_s=0.0) for event in group]
         assert isinstance(events[0], JobQueued)
-        return Told(events[0].eta_s, asyncio.get_running_loop().time() - arrival.at_s)
+        return JobTimes(events[0].eta_s, asyncio.get_running_loop().time() - arrival.at_s)
 
     async with virtual_gang(config, ranks, model="load", step_times=known) as gang:
         return await asyncio.gather(*(one(gang, number, arrival) for number, arrival in enumerate(load)))
@@ -94,7 +94,7 @@ def test_a_load_ends_and_takes_what_is_simulated(policy: str, elastic: bool, mon
     assert in_gang == pytest.approx(simulated, rel=0.1)
     errors = [abs(one.eta_s - one.took_s) / one.took_s for one in told if one.eta_s is not None]
     assert len(errors) == len(load)
-    assert median(errors) < 0.015, "who comes later may pass some of them"
+    assert median(errors) < 0.015, "later jobs may pass some of them"
 
 
 @pytest.mark.parametrize("preview_steps", [frozenset[int](), frozenset({2, 4})])
@@ -142,4 +142,4 @@ def test_what_steps_take_is_learned(preview_steps: frozenset[int], monkeypatch: 
     assert wrong == []
     for (name, size), step_s in learned.prediction().measured.items():
         assert step_s == pytest.approx(STEPS[literal_eval(name)][size], rel=0.02)
-    assert learned.prediction().move_s == pytest.approx(MOVE_S, abs=2 * LOOK_S), "whatever ranks wait for each other"
+    assert learned.prediction().move_s == pytest.approx(MOVE_S, abs=2 * LOOK_S), "without ranks' waits for each other"

@@ -32,13 +32,13 @@ def nccl(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def told(options: Any) -> tuple[bool, int, int]:
+def values_of(options: Any) -> tuple[bool, int, int]:
     return options.is_high_priority_stream, options.config.min_ctas, options.config.max_ctas
 
 
 def test_options_as_torch_takes_them(nccl: pytest.MonkeyPatch) -> None:
-    assert told(NcclOptions().for_torch()) == (True, UNSET, UNSET)
-    assert told(NcclOptions(high_priority=False, max_ctas=16).for_torch()) == (False, UNSET, 16)
+    assert values_of(NcclOptions().for_torch()) == (True, UNSET, UNSET)
+    assert values_of(NcclOptions(high_priority=False, max_ctas=16).for_torch()) == (False, UNSET, 16)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -50,7 +50,7 @@ def test_the_gangs_group_gets_them_on_gpus_only(nccl: pytest.MonkeyPatch, device
     member.join(member.open_store("127.0.0.1"))
     given = made.call_args.kwargs["pg_options"]
     assert made.call_args.args == ("nccl" if device == "cuda" else "gloo",)
-    assert given is None if device == "cpu" else told(given) == (True, 4, UNSET)
+    assert given is None if device == "cpu" else values_of(given) == (True, 4, UNSET)
 
 
 @pytest.mark.parametrize(("num_ranks", "is_connected"), [(1, False), (2, True)])
@@ -75,7 +75,7 @@ def test_groups_between_some_ranks_inherit_them(nccl: pytest.MonkeyPatch) -> Non
     made = MagicMock(return_value=None)
     nccl.setattr(dist, "new_group", made)
     new_group((0, 1), 4)
-    assert told(made.call_args.kwargs["pg_options"]) == (True, UNSET, 8)
+    assert values_of(made.call_args.kwargs["pg_options"]) == (True, UNSET, 8)
 
 
 def test_other_libraries_get_none() -> None:

@@ -59,7 +59,7 @@ def sizes_of(slow_s: float) -> set[int]:
 
 
 def test_over_a_slow_network_no_rank_exchanges_the_largest_size() -> None:
-    assert gang(2).run(sizes_of, 1.5) == [{16, 32}] * 2, "by the slowest rank"
+    assert gang(2).run(sizes_of, 1.5) == [{16, 32}] * 2, "the slowest rank decides"
     assert gang(2).run(sizes_of, 2.5) == [{16, 32, 64}] * 2
 
 

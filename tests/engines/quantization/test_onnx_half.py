@@ -1,10 +1,10 @@
 """Quantized graphs in half precision, where rounding moves values over quantization steps.
 
 A quantized model answers the smallest change of its input with flips: values near the middle between two steps land on
-the other one, and later values differ by a whole step. Shaking the inputs of the float32 int8 model by the rounding of
-half precision (2**-11) moves its prediction by 2.2 % here. The graph and the torch model differ by as much in half
-precision, since they round in different places. So a whole forward allows no closer comparison. Layer by layer, with
-the same input fed to both, the bound is half precision's own rounding, and a fault would show there.
+the other one, and later values differ by a whole step. Shaking the float32 int8 model's inputs by half precision's
+rounding (2**-11) moves its prediction by 2.2 % here. The graph and the torch model differ by as much in half precision,
+since they round in different places. So a whole forward allows no closer comparison. With the same input for both,
+single layers differ only by half precision's own rounding. A fault would show there.
 """
 
 from __future__ import annotations

@@ -70,13 +70,13 @@ def alone(model: DenoiserModel) -> Division:
     return Division(specs, model.plan, rank=0, num_ranks=1, groups=Groups(num_ranks=1))
 
 
-class Asked(Exception):
+class ExportSize(Exception):
     """Carries the number of branches of an export."""
 
 
 class AskedExporter(Exporter):
     def export(self, branches: Sequence[Branch], team: Team) -> EngineExport:
-        raise Asked(len(branches))
+        raise ExportSize(len(branches))
 
 
 @pytest.mark.parametrize(("constants", "num_together"), [({}, 2), ({"grid": (1, 4)}, 1)])
@@ -91,7 +91,7 @@ def test_sizes_with_constants_of_their_own_share_no_engine(constants: dict[str, 
         exporter=AskedExporter(model=model),
         buckets=[Branch(inputs=flux_inputs(1, *size), constants=constants) for size in sizes],
     )
-    with pytest.raises(Asked) as asked:
+    with pytest.raises(ExportSize) as asked:
         engine.prepare()
     assert asked.value.args == (num_together,)
 

@@ -91,8 +91,8 @@ def test_a_rebuilt_gang_follows_the_first_decision_and_makes_the_same_picture(
     first, *rest = mine
     assert first.num_timed > 0
     assert rest == [replace(first, num_timed=0)] * len(rest)
-    assert first.strategy == ("ulysses2" if several is EXCHANGES else "allgather_kv2"), "as timed, not as predicted"
-    assert first.estimates is not None, "kept with it"
+    assert first.strategy == ("ulysses2" if several is EXCHANGES else "allgather_kv2"), "the timed choice"
+    assert first.estimates is not None, "stored with the decision"
     assert sorted(first.estimates.step_s(100, 1)) == [1, 2]
 
 
@@ -151,7 +151,7 @@ ALL_NEAR = Times(strategies_ms={"ring2": 714.0, "allgather_kv2": 616.0, "ulysses
 
 
 def of_few_blocks(folder: Path, long_step_s: float) -> tuple[Started, list[int]]:
-    """Return a start of a model of four blocks with steps of two branches, and the blocks run in each trial."""
+    """Return a start of a model of four blocks with steps of two branches, and the blocks run per trial."""
     calls, per_trial = list[nn.Module](), list[int]()
     memory = rank_resources().get(TouchedMemory)
     forward, time_s = WanTransformerBlock.forward, Autotuner._time_s
@@ -179,7 +179,7 @@ def of_few_blocks(folder: Path, long_step_s: float) -> tuple[Started, list[int]]
         options, step = TorchOptions(originals_on_host=True), replace(step, typical_step=lambda: branches)
         started = start(step, 1, ALL_NEAR, options, family="wan")
     assert touch.call_count == (long_step_s < 1), "while blocks are timed, which have no copies"
-    assert memory.num_bytes == 0, "what no copy took is released"
+    assert memory.num_bytes == 0, "unused memory is released"
     return started, per_trial
 
 
@@ -360,7 +360,7 @@ def race(folder: Path) -> str:
 # The exchange.
 
 
-def decided(folder: Path, fast: bool, exchange: dict[str, float], options: TorchOptions | None = None) -> ExchangeRules:
+def decide(folder: Path, fast: bool, exchange: dict[str, float], options: TorchOptions | None = None) -> ExchangeRules:
     """Return a gang's decision when unusual rules multiply the usual time by the factors in ``exchange``."""
     times = Times(strategies_ms=ULYSSES_MS, exchange=exchange)
     with choice_of_exchange(fast=fast):
@@ -388,30 +388,30 @@ def decided(folder: Path, fast: bool, exchange: dict[str, float], options: Torch
 def test_rules_that_are_faster_by_more_than_noise_are_taken(
     fast: bool, exchange: dict[str, float], expected: ExchangeRules, tmp_path: Path
 ) -> None:
-    assert gang(2).run(decided, tmp_path, fast, exchange) == [expected] * 2
+    assert gang(2).run(decide, tmp_path, fast, exchange) == [expected] * 2
 
 
 def at_odds(folder: Path) -> ExchangeRules:
     """Let one rank gain what the other one loses."""
-    return decided(folder, False, {IN_PARTS: 0.5 if dist.get_rank() else 1.5})
+    return decide(folder, False, {IN_PARTS: 0.5 if dist.get_rank() else 1.5})
 
 
 def test_ranks_whose_times_differ_decide_alike(tmp_path: Path) -> None:
-    assert gang(2).run(at_odds, tmp_path) == [USUAL] * 2, "by the slowest rank"
+    assert gang(2).run(at_odds, tmp_path) == [USUAL] * 2, "the slowest rank decides"
 
 
 @pytest.mark.parametrize("peer_memory", [True, False])
 def test_configured_rules_are_not_timed(peer_memory: bool, tmp_path: Path) -> None:
     options = TorchOptions(peer_memory=peer_memory)
     faster = {NO_MEMORY: 0.5} if peer_memory else {"as usual": 0.5}
-    rules = gang(2).run(decided, tmp_path, True, faster, options)
+    rules = gang(2).run(decide, tmp_path, True, faster, options)
     assert rules == [ExchangeRules(peer_memory=peer_memory)] * 2
 
 
 def left_open_and_then_not(folder: Path) -> list[bool]:
     """Start gangs in turn: the first decides against peer memory, the second is configured to use it."""
     options = (None, TorchOptions(peer_memory=True), None)
-    return [decided(folder, True, {NO_MEMORY: 0.8}, each).peer_memory for each in options]
+    return [decide(folder, True, {NO_MEMORY: 0.8}, each).peer_memory for each in options]
 
 
 def test_configured_rules_count_more_than_the_decision(tmp_path: Path) -> None:

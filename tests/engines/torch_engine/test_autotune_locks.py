@@ -38,7 +38,7 @@ class Others(ExitStack):
             self.close()
 
 
-def looked(folder: Path, hosts: tuple[str, str], patience_s: float = 10.0) -> tuple[int, bool, bool]:
+def take_locks(folder: Path, hosts: tuple[str, str], patience_s: float = 10.0) -> tuple[int, bool, bool]:
     """Return how often a rank looked while the first host was busy. Return whether its own host was free between two
     looks, and is locked once the gang holds the locks."""
     dist.barrier()
@@ -68,20 +68,20 @@ def looked(folder: Path, hosts: tuple[str, str], patience_s: float = 10.0) -> tu
 
 
 def test_a_gang_waits_until_no_process_of_its_host_prepares(tmp_path: Path) -> None:
-    for num_looks, _, is_taken in gang(2).run(looked, tmp_path, ("a", "a")):
+    for num_looks, _, is_taken in gang(2).run(take_locks, tmp_path, ("a", "a")):
         assert (num_looks, is_taken) == (NUM_LOOKS, True)
 
 
 def test_it_takes_the_locks_of_all_hosts_or_none(tmp_path: Path) -> None:
     """A gang with one lock that waited for another could deadlock with a gang that does the same."""
-    first, second = gang(2).run(looked, tmp_path, ("a", "b"))
+    first, second = gang(2).run(take_locks, tmp_path, ("a", "b"))
     assert first == (NUM_LOOKS, False, True)
     assert second == (NUM_LOOKS, True, True)
 
 
 def test_it_waits_no_longer_than_it_has_patience(tmp_path: Path) -> None:
     patience_s = (NUM_LOOKS - 1) * autotune.POLL_S
-    for num_looks, _, is_taken in gang(2).run(looked, tmp_path, ("a", "a"), patience_s):
+    for num_looks, _, is_taken in gang(2).run(take_locks, tmp_path, ("a", "a"), patience_s):
         assert (num_looks, is_taken) == (NUM_LOOKS - 1, True), "the others are still there"
 
 

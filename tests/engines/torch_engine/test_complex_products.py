@@ -41,7 +41,7 @@ def scaled(x: Tensor, freqs: Tensor) -> Tensor:
     return torch.view_as_real(as_complex(x) * 3.0)
 
 
-def kept(x: Tensor, freqs: Tensor) -> Tensor:
+def store_rotated(x: Tensor, freqs: Tensor) -> Tensor:
     """Write into a given tensor as well, like a block that fills a cache of keys."""
     x.copy_(rotated(x, freqs))
     return freqs.abs()
@@ -54,7 +54,7 @@ def tensors() -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize(
     ("function", "num_products"),
-    [(rotated, 1), (rotated_from_the_left, 1), (two, 2), (seen_as_complex, 0), (scaled, 0), (kept, 1)],
+    [(rotated, 1), (rotated_from_the_left, 1), (two, 2), (seen_as_complex, 0), (scaled, 0), (store_rotated, 1)],
 )
 def test_the_rewritten_graph_gives_the_same(function: Function, num_products: int) -> None:
     rewritten: list[GraphModule] = []

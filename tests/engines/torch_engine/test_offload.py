@@ -82,7 +82,7 @@ def test_the_same_bits_with_loaded_values_in_host_memory(precision: str, monkeyp
     weights = dict(model.modules["transformer"].named_parameters())
     assert {call.args[0] for call in touched.call_args_list} == {weights[name].nbytes for name in ADDED}
     num_moved = [len(call.args[0]) for call in moved.call_args_list]
-    assert num_moved == ([2, 2] if precision == "native" else [2, 0]), "what is quantised stays on the host as loaded"
+    assert num_moved == ([2, 2] if precision == "native" else [2, 0]), "quantised weights stay on the host, as loaded"
     assert equal(*found)
     with pytest.raises(ValueError, match=r"torch\.originals_on_host is for models whose steps change weights in place"):
         resolve(model, torch.device("cpu"), precision="native", options=option, fast=True)

@@ -151,7 +151,7 @@ def test_a_fused_decoder_gives_the_same(tiny_flux: Path) -> None:
     latents_BCHW = torch.randn(2, decoder.conv_in.in_channels, 6, 5)
     torch.testing.assert_close(fused(latents_BCHW), decoder(latents_BCHW), rtol=1e-4, atol=1e-5)
     assert fused.conv_out.weight.is_contiguous(memory_format=torch.channels_last)
-    assert sum(isinstance(part, FusedGroupNorm) for part in fused.modules()) == len(before) - 1, "but attention's"
+    assert sum(isinstance(part, FusedGroupNorm) for part in fused.modules()) == len(before) - 1, "not attention"
     assert before == [name for name, part in decoder.named_modules() if isinstance(part, nn.GroupNorm)]
 
 

@@ -25,7 +25,7 @@ GIB = 2**30
 
 
 @cache
-def found(model: str, size: Size | None = None) -> Footprint:
+def footprint_of(model: str, size: Size | None = None) -> Footprint:
     checkpoint = Checkpoint.of_configuration(model, "meta", "bfloat16")
     return checkpoint.footprint(checkpoint.defaults.request(size))
 
@@ -49,7 +49,7 @@ def num_values(folder: Path) -> int:
 @pytest.mark.parametrize("model", ["flux-shapes", "kontext-shapes", "wan-shapes"])
 def test_parts_take_what_the_files_hold(model: str) -> None:
     """A value takes two bytes in bfloat16, and four in parts that stay in float32."""
-    parts = found(model)
+    parts = footprint_of(model)
     wide = Checkpoint.of_configuration(model, "meta", "bfloat16").spec.float32_parts
     loaded = Checkpoint.open(model, "cpu", torch.bfloat16)
     modules = dict(zip(parts.decoder, loaded.decoder().modules, strict=True))
@@ -113,7 +113,7 @@ def test_encoders_have_as_many_parameters_as_their_publishers_say(model: str, bi
 def test_a_decode_takes_what_was_measured_or_little_more(model: str, size: Size, measured_gib: float) -> None:
     """Measured on an H200 with weights: benchmarks/reports/application_h200_2026-11-23.md and
     application_one_h200_2026-11-24.md. The estimate is at most a tenth too high, and never too low."""
-    parts = found(model, size)
+    parts = footprint_of(model, size)
     assert parts.decode_bytes is not None
     weights = parts.decoder["vae"]
     assert weights is not None
@@ -134,7 +134,7 @@ def test_what_nobody_knows_is_said(tmp_path: Path) -> None:
     folder = shutil.copytree(PUBLISHED / "Krea-2-Turbo", tmp_path / "with another encoder")
     opened = OpenedPipeline(folder, torch.device("meta"), torch.bfloat16)
     assert footprint(opened, 512, None).encoder["text_encoder"] is None
-    assert found("stable-diffusion-xl-base-1.0").decode is None
+    assert footprint_of("stable-diffusion-xl-base-1.0").decode is None
 
 
 def test_pictures_become_bytes_in_the_memory_of_one() -> None:

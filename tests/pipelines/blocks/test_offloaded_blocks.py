@@ -71,7 +71,7 @@ def engine_of(checkpoint: Checkpoint, number: int) -> Iterator[TorchEngine]:
         yield engine
 
 
-def made(pipeline: Pipeline, model: Model, folder: Path) -> dict[str, Tensor]:
+def run_model(pipeline: Pipeline, model: Model, folder: Path) -> dict[str, Tensor]:
     request = model.request(folder)
     return latents_of(pipeline.denoise(request, model.inputs(request)))
 
@@ -92,11 +92,11 @@ def test_jobs_have_the_same_bytes(name: str, folders: Callable[[Any], Path], mon
     with model.world():
         with engine_of(checkpoint, 0) as plain:
             pipeline = load_pipeline(checkpoint, plain)
-            expected = made(pipeline, model, folder)
+            expected = run_model(pipeline, model, folder)
             assert not num_copies(plain)
         monkeypatch.setattr(_HostBlock, "leave", leave_nothing)
         with engine_of(checkpoint, ALL) as offloading:
-            latents = made(replace(pipeline, engine=offloading), model, folder)
+            latents = run_model(replace(pipeline, engine=offloading), model, folder)
             assert num_copies(offloading)
     assert latents.keys() == expected.keys()
     for key, x in expected.items():

@@ -105,7 +105,7 @@ def test_prompts_have_the_same_bytes(folder: Path) -> None:
     assert len(lists) == len(offloaded._offloads) >= 1
     hosts = [places(layers) for layers in lists]
     for prompt in ("a red circle", "two blue squares", "a red circle"):
-        with noted(lists) as ran:
+        with layer_storages(lists) as ran:
             ours = tensors_of(encode(offloaded, checkpoint, prompt))
         expected = tensors_of(encode(plain, checkpoint, prompt))
         assert_equal(ours, expected)
@@ -116,7 +116,7 @@ def test_prompts_have_the_same_bytes(folder: Path) -> None:
 
 
 @contextmanager
-def noted(lists: list[tuple[nn.Module, ...]]) -> Any:
+def layer_storages(lists: list[tuple[nn.Module, ...]]) -> Any:
     """Yield the storages from which layers run inside the block."""
     ran: set[int] = set()
     layers = [layer for one in lists for layer in one]

@@ -54,7 +54,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return cache(lambda name: MODELS[name][0](tmp_path_factory.mktemp("model")))
 
 
-def asked(name: str, folder: Path, mode: CacheMode) -> MediaRequest:
+def cached_request(name: str, folder: Path, mode: CacheMode) -> MediaRequest:
     changes = {"num_inference_steps": NUM_STEPS, "cache": mode, **MODELS[name][1]}
     return replace(request_of(folder), **changes)
 
@@ -79,14 +79,14 @@ def test_skipped_steps_take_what_the_step_before_predicted(
     checkpoint = Checkpoint(folders(name))
     engine = CountingEngine(checkpoint)
     pipeline = load_pipeline(checkpoint, engine)
-    request, computed = asked(name, checkpoint.path, mode), computed_steps(mode, NUM_STEPS)
+    request, computed = cached_request(name, checkpoint.path, mode), computed_steps(mode, NUM_STEPS)
     latents = pipeline.denoise(request)["latents"]
     num_branches = engine.calls[0]  # type: ignore[attr-defined]
     assert engine.calls == [num_branches] * sum(computed)  # type: ignore[attr-defined]
     assert latents.equal(reference(pipeline, request, computed))
     if name == "flux":
         others = (*computed[:-2], not computed[-2], computed[-1])
-        assert not latents.equal(reference(pipeline, request, others)), "a step more or less can be told"
+        assert not latents.equal(reference(pipeline, request, others)), "another step changes the result"
 
 
 @pytest.mark.parametrize(("begin", "end"), [(0.0, 0.45), (0.45, None)])
@@ -127,7 +127,7 @@ def weight_of(pipeline: Pipeline, state: BlocksState) -> float | None:
 
 def test_off_keeps_nothing_and_paints_what_it_did(folders: Callable[[str], Path]) -> None:
     pipeline = load_pipeline(Checkpoint(folders("flux")))
-    request = asked("flux", folders("flux"), "off")
+    request = cached_request("flux", folders("flux"), "off")
     states = list(pipeline.states(request))
     assert all(state.kept is None for state in states)
     assert pipeline.sampler.latents(states[-1])["latents"].equal(reference(pipeline, request, (True,) * NUM_STEPS))
@@ -135,14 +135,14 @@ def test_off_keeps_nothing_and_paints_what_it_did(folders: Callable[[str], Path]
 
 def test_nothing_is_kept_that_no_step_takes(folders: Callable[[str], Path]) -> None:
     pipeline = load_pipeline(Checkpoint(folders("flux")))
-    states = list(pipeline.states(asked("flux", folders("flux"), "conservative")))
+    states = list(pipeline.states(cached_request("flux", folders("flux"), "conservative")))
     computed = (*computed_steps("conservative", NUM_STEPS), True)
     assert [state.kept is None for state in states] == list(computed)
 
 
 def test_a_state_with_something_kept_travels(folders: Callable[[str], Path]) -> None:
     pipeline = load_pipeline(Checkpoint(folders("wan")))
-    request = asked("wan", folders("wan"), "fast")
+    request = cached_request("wan", folders("wan"), "fast")
     *_, latents = (pipeline.sampler.latents(state)["latents"] for state in pipeline.states(request))
     state = next(state for state in pipeline.states(request) if state.kept is not None)
     state = pickle.loads(pickle.dumps(state))
@@ -156,7 +156,7 @@ def test_another_transformer_does_not_take_the_predictions_of_the_first(tmp_path
     checkpoint = Checkpoint(tiny.wan(tmp_path, boundary_ratio=0.8))
     engine = CountingEngine(checkpoint)
     pipeline = load_pipeline(checkpoint, engine)
-    request = asked("wan", tmp_path, "fast")
+    request = cached_request("wan", tmp_path, "fast")
     off = list(pipeline.states(replace(request, cache="off")))
     modules = [pipeline.sampler.branches(state)[0].module for state in off[:-1]]
     change, computed = modules.index("transformer_2"), computed_steps("fast", NUM_STEPS)
@@ -170,14 +170,14 @@ def test_another_transformer_does_not_take_the_predictions_of_the_first(tmp_path
 
 def test_too_few_steps_are_refused(folders: Callable[[str], Path]) -> None:
     pipeline = load_pipeline(Checkpoint(folders("flux")))
-    request = replace(asked("flux", folders("flux"), "fast"), num_inference_steps=4)
+    request = replace(cached_request("flux", folders("flux"), "fast"), num_inference_steps=4)
     with pytest.raises(ValueError, match="num_inference_steps is 4"):
         pipeline.denoise(request)
 
 
 def test_it_equals_diffusers_own_hook_of_order_0(folders: Callable[[str], Path]) -> None:
     """TaylorSeer's lite form caches the last layer's output; its pattern can match the conservative one."""
-    request = replace(asked("flux", folders("flux"), "conservative"), true_cfg_scale=1.0)
+    request = replace(cached_request("flux", folders("flux"), "conservative"), true_cfg_scale=1.0)
     computed = computed_steps("conservative", NUM_STEPS)
     pipeline = FluxPipeline.from_pretrained(folders("flux"))
     pipeline.set_progress_bar_config(disable=True)

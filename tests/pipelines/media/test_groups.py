@@ -142,7 +142,7 @@ def test_short_clips_have_as_many_groups_as_long_ones(num_frames: int, length: i
     assert group_length(num_frames) == length
 
 
-class Held(ThreadPoolExecutor):
+class HeldGroups(ThreadPoolExecutor):
     """Holds groups back, and encodes the first once there are ``most``."""
 
     def __init__(self, most: int) -> None:
@@ -174,7 +174,7 @@ class Held(ThreadPoolExecutor):
 def test_no_more_groups_are_held_than_was_said(frames: Frames) -> None:
     """Without waiting, all groups would be there before the first is encoded."""
     whole = frames[: 6 * LENGTH]
-    with Held(2) as workers, ClipEncoder(len(whole), FPS, workers, max_waiting=2) as clip:
+    with HeldGroups(2) as workers, ClipEncoder(len(whole), FPS, workers, max_waiting=2) as clip:
         clip.add(whole)
         workers.encode_all()
         data = clip.finish()

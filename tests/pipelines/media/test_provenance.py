@@ -30,7 +30,7 @@ def authority(tmp_path: Path) -> Authority:
     return Authority(tmp_path)
 
 
-def read(data: bytes, format: str, anchor: str) -> tuple[dict[str, Any], str]:
+def read_manifest(data: bytes, format: str, anchor: str) -> tuple[dict[str, Any], str]:
     """Return the active manifest, and the result of its validation with ``anchor`` as the only trust."""
     trust = {"trust": {"user_anchors": anchor}, "verify": {"remote_manifest_fetch": False}}
     with c2pa.Reader(MIME_TYPES[format], io.BytesIO(data), context=c2pa.Context.from_dict(trust)) as reader:
@@ -45,7 +45,7 @@ def writer(issued: Issued) -> ManifestWriter:
 def test_a_file_says_who_has_made_it_with_what_and_when(authority: Authority, format: str) -> None:
     plain = encode_frames(FRAMES, format, fps=8)  # type: ignore[arg-type]
     signed = writer(authority.issue("Paint Inc")).sign(plain, format, model="flux-shapes", is_edit=False)
-    manifest, state = read(signed, format, authority.anchor)
+    manifest, state = read_manifest(signed, format, authority.anchor)
     assert state == "Trusted"
     assert manifest["signature_info"]["common_name"] == "Paint Inc"
     (generator,) = manifest["claim_generator_info"]
@@ -78,8 +78,8 @@ def test_a_changed_file_and_another_authority_are_noticed(authority: Authority, 
     signed = writer(authority.issue()).sign(encode_frames(FRAMES, "png"), "png", model="m", is_edit=False)
     place = signed.index(b"IDAT") + 40
     changed = signed[:place] + bytes([signed[place] ^ 1]) + signed[place + 1 :]
-    assert read(changed, "png", authority.anchor)[1] == "Invalid"
-    assert read(signed, "png", Authority(tmp_path).anchor)[1] == "Valid", "by somebody whom nobody trusts"
+    assert read_manifest(changed, "png", authority.anchor)[1] == "Invalid"
+    assert read_manifest(signed, "png", Authority(tmp_path).anchor)[1] == "Valid", "the signer is not trusted"
 
 
 @pytest.mark.parametrize("kind", KEYS)
@@ -88,7 +88,7 @@ def test_keys_of_each_kind_sign_in_many_threads(authority: Authority, kind: str)
     with ThreadPoolExecutor(8) as threads:
         files = threads.map(lambda index: manifests.sign(plain, "png", model=f"m{index}", is_edit=False), range(16))
         for index, file in enumerate(files):
-            manifest, state = read(file, "png", authority.anchor)
+            manifest, state = read_manifest(file, "png", authority.anchor)
             assert state == "Trusted"
             assert manifest["assertions"][0]["data"]["actions"][0]["parameters"]["model"] == f"m{index}"
 

@@ -25,7 +25,7 @@ def numbers_of_frames() -> list[int]:
     return sorted(pairs.values())
 
 
-def read(data: bytes) -> tuple[Fraction, set[int | None], list[int]]:
+def read_rate(data: bytes) -> tuple[Fraction, set[int | None], list[int]]:
     """Return FFmpeg's average rate, the durations of samples, and the times of shown frames in ticks."""
     with av.open(io.BytesIO(data), "r") as container:
         stream = container.streams.video[0]
@@ -57,7 +57,7 @@ def test_every_number_of_frames_has_its_rate() -> None:
     """A last group of one or two frames has no reordering, and must not begin later for that."""
     for num in numbers_of_frames():
         data = encode_clip(MOVING[:num], FPS)
-        rate, durations, times = read(data)
+        rate, durations, times = read_rate(data)
         assert (num, rate, len(durations)) == (num, Fraction(FPS), 1)
         assert times == [index * next(iter(durations)) for index in range(num)]  # type: ignore[operator]
         assert num_frames_again(data) == num
@@ -67,12 +67,12 @@ def test_every_number_of_frames_has_its_rate() -> None:
 def test_a_short_last_group_has_the_rate_of_the_others(fps: int) -> None:
     """The clips have whole groups, and last ones of one or two frames."""
     for num in (2, 17, 97, 121, 122):
-        rate, durations, times = read(encode_clip(MOVING[:num], fps))
+        rate, durations, times = read_rate(encode_clip(MOVING[:num], fps))
         assert (num, rate, len(durations)) == (num, Fraction(fps), 1)
         assert times == [index * next(iter(durations)) for index in range(num)]  # type: ignore[operator]
 
 
 def test_every_rate_is_the_files() -> None:
     for fps in range(1, 121):
-        rate, durations, _ = read(encode_clip(MOVING[:5], fps))
+        rate, durations, _ = read_rate(encode_clip(MOVING[:5], fps))
         assert (rate, len(durations)) == (Fraction(fps), 1)

@@ -104,7 +104,7 @@ def test_a_text_is_fused_once_a_job(folders: Callable[[Any], Path]) -> None:
     assert request.num_inference_steps > 1
     assert request.true_cfg_scale > 1
     assert len(num_tokens) == 2
-    assert made[0].numel() * MAX_TOKENS == model.hoisted_numbers * num_tokens[0], "which the planner counts"
+    assert made[0].numel() * MAX_TOKENS == model.hoisted_numbers * num_tokens[0], "the planner's count"
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -42,7 +42,7 @@ REFUSED: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-def found(do: Callable[[Tensor], Any]) -> list[str]:
+def findings(do: Callable[[Tensor], Any]) -> list[str]:
     with PretendGpu() as gpu:
         x = torch.full((3,), 1.0, device=GPU)
         do(x)
@@ -54,14 +54,14 @@ def found(do: Callable[[Tensor], Any]) -> list[str]:
 
 @pytest.mark.parametrize("name", NOTED)
 def test_what_a_graph_cannot_record_is_noted_with_its_place(name: str) -> None:
-    noted = found(NOTED[name])
+    noted = findings(NOTED[name])
     assert noted
     assert all("test_pretend_gpu.py" in one for one in noted)
 
 
 @pytest.mark.parametrize("name", FREE)
 def test_what_it_can_record_is_not(name: str) -> None:
-    assert found(FREE[name]) == []
+    assert findings(FREE[name]) == []
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -36,7 +36,7 @@ def _read_item(item: Item, parts: CaptionParts) -> ReadItem:
     return ReadItem(shape=item.shape, colour=item.colour, size=item.size if parts.size else None, column_and_row=place)
 
 
-def _said(scene: Scene, parts: CaptionParts) -> ReadScene:
+def _read_scene(scene: Scene, parts: CaptionParts) -> ReadScene:
     """Return the scene of a caption with these parts."""
     return ReadScene(
         items=tuple(_read_item(item, parts) for item in scene.items),
@@ -47,7 +47,7 @@ def _said(scene: Scene, parts: CaptionParts) -> ReadScene:
 
 def _is_read(scene: Scene, parts: CaptionParts, text: str) -> bool:
     """Return whether a caption is read as this scene; without a relation in any order."""
-    read, said = read_still(text), _said(scene, parts)
+    read, said = read_still(text), _read_scene(scene, parts)
     ordered = said.relation is not None
     return (read.background, read.relation) == (said.background, said.relation) and (
         read.items == said.items if ordered else Counter(read.items) == Counter(said.items)
@@ -100,7 +100,7 @@ def test_a_clips_caption_says_exactly_its_scene(wording: Wording) -> None:
         text = free_motion_caption(scene, rng, parts, wording)
         read, motions = read_motion(text)
         still = Scene(items=(scene.item,), background=scene.background)
-        assert (read, motions) == (_said(still, parts), {scene.motion}), text
+        assert (read, motions) == (_read_scene(still, parts), {scene.motion}), text
 
 
 def test_a_caption_of_a_mirrored_pair_is_read_as_another_scene() -> None:

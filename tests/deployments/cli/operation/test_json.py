@@ -42,27 +42,27 @@ def server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(console, "width", 60)
 
 
-def shown(*args: str) -> str:
+def output_of(*args: str) -> str:
     result = CliRunner().invoke(app, args)
     assert result.exit_code == 0, result.output
     return result.stdout
 
 
 def test_clips_are_the_servers_own_objects() -> None:
-    assert json.loads(shown("clips", "--url", "http://here", "--json")) == [CLIP]
+    assert json.loads(output_of("clips", "--url", "http://here", "--json")) == [CLIP]
 
 
 def test_status_says_null_for_what_is_not_known() -> None:
     state = {"id": "wan-shapes", "kinds": None, "gangs": None, "running": None, "waiting": None, "state": "ready"}
-    told = json.loads(shown("status", "--url", "http://here", "--json"))
+    told = json.loads(output_of("status", "--url", "http://here", "--json"))
     assert told == {"url": "http://here", "ready": True, "models": [state]}
 
 
 @pytest.mark.torch
 def test_models_and_doctor_print_one_document() -> None:
-    assert [model["id"] for model in json.loads(shown("models", "--json"))][:2] == ["flux-shapes", "wan-shapes"]
-    assert {"subject", "detail", "ok"} == set(json.loads(shown("doctor", "--json"))[0])
+    assert [model["id"] for model in json.loads(output_of("models", "--json"))][:2] == ["flux-shapes", "wan-shapes"]
+    assert {"subject", "detail", "ok"} == set(json.loads(output_of("doctor", "--json"))[0])
 
 
 def test_ids_are_never_cut() -> None:
-    assert CLIP["id"] in shown("clips", "--url", "http://here")
+    assert CLIP["id"] in output_of("clips", "--url", "http://here")

@@ -94,7 +94,7 @@ async def test_a_clip_with_a_deadline_waits_for_no_place(tmp_path: Path) -> None
         awaited.cancel()
         await client.delete(f"/v1/videos/{urgent['id']}")
         await asyncio.sleep(0.3)
-        assert len(studio.performed) == 3, "that left no place"
+        assert len(studio.performed) == 3, "no place became free"
         await client.delete(f"/v1/videos/{first['id']}")
         await until(lambda: len(studio.performed) == 4)
 

@@ -181,7 +181,7 @@ async def test_what_is_wrong_is_told(
         error = error_of(await client.post(EDITS, json={"prompt": "a", **fields}), status)
     assert error["param"] == param
     assert message in error["message"]
-    assert len(error["message"]) < 1000, "what was sent is not in it"
+    assert len(error["message"]) < 1000, "the message omits the body"
     assert studio.performed == []
 
 

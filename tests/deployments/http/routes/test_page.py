@@ -144,7 +144,7 @@ setImmediate(() => console.log(JSON.stringify({ ...seen, size: `${fields.width.v
 
 
 def dropped(folder: Path, drops: str, defaults: Defaults) -> Any:
-    """Return whether each drop of files is kept from the browser, and how the pointer looks."""
+    """Return whether the page takes each drop of files from the browser, and how the pointer looks."""
     return run_page(folder, DROP.replace("DROPS", drops), defaults)
 
 

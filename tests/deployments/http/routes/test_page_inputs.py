@@ -133,7 +133,7 @@ def test_a_clip_decides_size_and_length(page: Chromium, studio: FakeStudio, clip
     assert (request.width, request.height, request.num_frames) == (48, 32, 9)
     fill(page, width=64, height=64, num_frames=5)
     request = generate(page, studio)
-    assert (request.width, request.height, request.num_frames) == (64, 64, 5), "what the form says"
+    assert (request.width, request.height, request.num_frames) == (64, 64, 5), "the form's values"
     press(page, "Remove the clip")
     assert page.evaluate("[fields.width.value, fields.num_frames.value]") == ["64", "5"]
     assert page.evaluate("[fields.video.required, fields.video.files.length]") == [True, 0]
@@ -246,7 +246,7 @@ def test_a_recipe_decides_what_the_form_leaves_open(page: Chromium, studio: Fake
     assert (request.num_inference_steps, request.guidance_scale) == (2, 1.5)
     fill(page, num_inference_steps=3)
     request = generate(page, studio)
-    assert (request.num_inference_steps, request.guidance_scale) == (3, 1.5), "what the form says wins"
+    assert (request.num_inference_steps, request.guidance_scale) == (3, 1.5), "the form wins"
     choose("by-levels")
     request = generate(page, studio)
     assert (request.solver.sigmas, request.guidance_scale) == ((1.0, 0.6, 0.2), 3.5)

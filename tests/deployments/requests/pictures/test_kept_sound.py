@@ -211,7 +211,7 @@ def test_what_is_after_the_last_frame_is_not_decoded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sound, "_check_frame", counted)
     data = with_sound(tone(2, RATE, 20.0))
     kept = samples_of(sound_of(data, max_frames=3, is_cut=True)).shape[1]
-    assert kept <= sum(numbers) < kept + 4 * max(numbers), "of twenty seconds"
+    assert kept <= sum(numbers) < kept + 4 * max(numbers), "the sound has twenty seconds"
 
 
 def test_all_clips_of_a_request_and_their_sounds_have_one_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -66,7 +66,7 @@ def clip_file(width: int, height: int, num_frames: int, fps: int = 24) -> bytes:
     return encode_clip(np.stack([np.asarray(frame) for frame in frames(width, height, num_frames)]), fps=fps)
 
 
-def asked(folder: Path, **fields: Any) -> tuple[MediaRequest, InputPictures]:
+def request_of(folder: Path, **fields: Any) -> tuple[MediaRequest, InputPictures]:
     request, _, pictures = handle_request(make_cards(config_of({"m": folder}).app), "id", {**FIELDS, **fields})
     return request, pictures
 
@@ -82,7 +82,7 @@ def own_frames(folder: Path, request: MediaRequest, pictures: InputPictures) -> 
 
 def test_a_clip_of_references_is_that_of_diffusers(folder: Path) -> None:
     files = [file_of(picture(80, 50, 1)), file_of(picture(64, 96, 2))]
-    request, pictures = asked(folder, input_reference=files, video=clip_file(128, 80, 150))
+    request, pictures = request_of(folder, input_reference=files, video=clip_file(128, 80, 150))
     assert (request.num_pictures, request.num_video_frames) == (2, NUM_FRAMES), "cut to the length of the result"
     model, checkpoint = ModelConfig(name="m", path=str(folder)), Checkpoint(folder)
     engine, sampler = TorchEngine(checkpoint.denoiser()), checkpoint.sampler()
@@ -102,13 +102,13 @@ def test_a_clip_of_references_is_that_of_diffusers(folder: Path) -> None:
 
 def test_the_clip_or_else_the_first_picture_gives_the_shape(folder: Path) -> None:
     plain = {"size": None}
-    request, _ = asked(folder, **plain, input_reference=[file_of(picture(64, 96, 2))])
+    request, _ = request_of(folder, **plain, input_reference=[file_of(picture(64, 96, 2))])
     assert (request.width, request.height) == (64, 96)
-    request, pictures = asked(folder, **plain, video=clip_file(64, 96, 30))
+    request, pictures = request_of(folder, **plain, video=clip_file(64, 96, 30))
     assert (request.width, request.height, request.num_pictures) == (64, 96, 0)
     assert pictures.video is not None
     assert pictures.video.num_frames == request.num_video_frames == 30
-    request, _ = asked(folder, **plain, input_reference=[file_of(picture(96, 64, 2))], video=clip_file(64, 96, 30))
+    request, _ = request_of(folder, **plain, input_reference=[file_of(picture(96, 64, 2))], video=clip_file(64, 96, 30))
     assert (request.width, request.height, request.num_pictures) == (64, 96, 1), "it would be cropped to another shape"
 
 
@@ -116,7 +116,7 @@ def test_the_clip_or_else_the_first_picture_gives_the_shape(folder: Path) -> Non
 def test_the_model_sees_a_clip_at_its_own_rate(own_fps: int, fps: int | None, folder: Path) -> None:
     """The rate of the result decides how fast it is played."""
     file = clip_file(*SIZE, 50, own_fps)
-    request, pictures = asked(folder, video=file, fps=fps)
+    request, pictures = request_of(folder, video=file, fps=fps)
     shown = MiniMaxH3VideoReference.from_file(file_path(folder, file))
     assert shown.fps == own_fps
     canvas = {"canvas_multiple": 32, "canvas_short_edge": SIZE[1], "canvas_max_pixels": SIZE[0] * SIZE[1]}
@@ -135,7 +135,7 @@ def file_path(folder: Path, data: bytes) -> Path:
 
 
 def test_the_shortest_clip_is_encoded_at_any_rate(folder: Path) -> None:
-    request, pictures = asked(folder, video=clip_file(*SIZE, 13), fps=60)
+    request, pictures = request_of(folder, video=clip_file(*SIZE, 13), fps=60)
     conditioning = Checkpoint(folder).text_encoder().encode(request, pictures)
     assert conditioning.values["normalized_references"] == ["video"]
 
@@ -153,7 +153,7 @@ def test_the_shortest_clip_is_encoded_at_any_rate(folder: Path) -> None:
 )
 def test_what_it_does_not_take_is_refused(folder: Path, fields: dict[str, Any], param: str, told: str) -> None:
     with pytest.raises(RequestError, match=told) as refused:
-        asked(folder, **fields)
+        request_of(folder, **fields)
     assert refused.value.param == param
 
 

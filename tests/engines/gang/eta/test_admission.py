@@ -101,7 +101,7 @@ def test_who_would_wait_longer_is_refused_and_told_when_that_is_over() -> None:
     assert refusal.retry_after_s == pytest.approx(2 * SMALL_S - 1.6)
     assert refusal.predicted_s == pytest.approx(3 * SMALL_S)
     assert "it would take about 3.0 s, and the longest wait, max_wait_s, is 1.6" in str(refusal)
-    assert door.open("c", SMALL, accepted=True) == pytest.approx(3 * SMALL_S), "it was kept waiting already"
+    assert door.open("c", SMALL, accepted=True) == pytest.approx(3 * SMALL_S), "it has waited already"
 
 
 def test_who_would_wait_just_so_long_is_taken() -> None:
@@ -219,7 +219,7 @@ async def test_refused_jobs_count_as_arrivals_and_deadlines_leave_time_to_spare(
     door.open("c", SMALL, accepted=True, deadline_s=60.0, waited_s=2.0, decode_s=1.0)
     assert door.admission.report().spare_s == pytest.approx(60.0 - 3.0 - SMALL_S)
     await door.advance(121.0)
-    assert door.admission.report().spare_s == math.inf, "nobody has been in a hurry for two minutes"
+    assert door.admission.report().spare_s == math.inf, "no deadline for two minutes"
 
 
 async def test_what_is_left_of_the_step_under_way_is_waited_for_whoever_is_next() -> None:
@@ -280,7 +280,7 @@ def test_who_is_refused_is_counted_and_forgotten() -> None:
     refused(door, "b", SMALL)
     assert metric("troupe_jobs_total", model=MODEL, outcome="rejected") == before + 1
     assert [job.job_id for job in door.table.open_jobs] == ["a"]
-    assert refused(door, "b", SMALL).predicted_s == pytest.approx(2 * SMALL_S), "nor is it waited for"
+    assert refused(door, "b", SMALL).predicted_s == pytest.approx(2 * SMALL_S), "no job waits for it"
 
 
 async def test_who_comes_again_when_told_to_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:

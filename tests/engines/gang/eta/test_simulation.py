@@ -118,13 +118,13 @@ def test_who_asks_changes_nothing(policy: str, elastic: bool) -> None:
     assert plans[0] == plans[1]
 
 
-class Counted(Fair):
+class CountingFair(Fair):
     """Counts the calls of ``order`` over all copies."""
 
     num_orders = 0
 
     def order(self, candidates: Sequence[Candidate], now_s: float) -> list[Candidate]:
-        Counted.num_orders += 1
+        CountingFair.num_orders += 1
         return super().order(candidates, now_s)
 
 
@@ -132,10 +132,10 @@ class Counted(Fair):
 @pytest.mark.parametrize("weight", [1e-6, 1.0])
 def test_looks_are_few_however_many_turns_there_are(elastic: bool, weight: float) -> None:
     """There are 200 jobs of 20 keys with 30 steps each."""
-    subject = scheduler(num_ranks=2, elastic=elastic, policy=Counted())
+    subject = scheduler(num_ranks=2, elastic=elastic, policy=CountingFair())
     for number in range(200):
         own = job(str(number), str(number % 20), num_steps=30, step_s=0.1)
         subject.add(replace(own, weight=weight))
-    Counted.num_orders = 0
+    CountingFair.num_orders = 0
     assert len(subject.finish_times_s()) == 200
-    assert Counted.num_orders <= 100
+    assert CountingFair.num_orders <= 100

@@ -14,7 +14,7 @@ from engines.gang.policies.policy import POLICIES
 from tests.engines.gang.support.plans import all_plans, job, num_steps_left, scheduler
 
 
-def served(plan: StepPlan | None) -> dict[str, tuple[int, ...]]:
+def ranks_by_job(plan: StepPlan | None) -> dict[str, tuple[int, ...]]:
     assert plan is not None
     return {work.job_steps[0].job_id: work.ranks for work in plan.works}
 
@@ -35,14 +35,14 @@ def test_jobs_that_are_alike_run_one_after_the_other() -> None:
     turns = scheduler()
     for name in "abc":
         turns.add(job(name, num_steps=2))
-    assert ["".join(served(plan)) for plan in all_plans(turns)] == list("aabbcc")
+    assert ["".join(ranks_by_job(plan)) for plan in all_plans(turns)] == list("aabbcc")
 
 
 def test_an_exclusive_job_begins_when_the_others_have_ended_and_ends_before_the_next_begin() -> None:
     alone = scheduler()
     for name in "abCd":
         alone.add(replace(job(name, num_steps=2), exclusive=name.isupper()))
-    assert ["".join(served(plan)) for plan in all_plans(alone)] == list("aabbCCdd")
+    assert ["".join(ranks_by_job(plan)) for plan in all_plans(alone)] == list("aabbCCdd")
 
 
 @pytest.mark.parametrize("elastic", [False, True])
@@ -50,15 +50,15 @@ def test_an_exclusive_job_waits_for_the_plans_under_way(elastic: bool) -> None:
     alone = scheduler(elastic=elastic)
     alone.add(replace(job("a", num_steps=1), exclusive=True))
     assert alone.next_plan(is_idle=False) is None
-    assert list(served(alone.next_plan(is_idle=True))) == ["a"]
+    assert list(ranks_by_job(alone.next_plan(is_idle=True))) == ["a"]
 
 
 def test_a_short_job_pauses_a_long_one_at_the_next_step() -> None:
     turns = scheduler()
     turns.add(job("long", num_steps=9))
-    assert list(served(turns.next_plan())) == ["long"]
+    assert list(ranks_by_job(turns.next_plan())) == ["long"]
     turns.add(job("short", num_steps=2))
-    assert [list(served(turns.next_plan())) for _ in range(3)] == [["short"], ["short"], ["long"]]
+    assert [list(ranks_by_job(turns.next_plan())) for _ in range(3)] == [["short"], ["short"], ["long"]]
 
 
 def test_no_job_begins_while_as_many_have_begun_as_may() -> None:
@@ -68,7 +68,7 @@ def test_no_job_begins_while_as_many_have_begun_as_may() -> None:
         full.add(job(name, num_steps=num_steps))
         if name != "c":
             full.next_plan()
-    assert ["".join(served(plan)) for plan in all_plans(full)] == list("bbbc") + 8 * ["a"]
+    assert ["".join(ranks_by_job(plan)) for plan in all_plans(full)] == list("bbbc") + 8 * ["a"]
 
 
 def test_jobs_of_an_elastic_gang_run_side_by_side_where_that_makes_them_wait_less() -> None:
@@ -77,13 +77,13 @@ def test_jobs_of_an_elastic_gang_run_side_by_side_where_that_makes_them_wait_les
         elastic = scheduler(num_ranks=2, elastic=True)
         for name in "ab":
             elastic.add(replace(job(name, num_steps=5), estimates_s={1: 1.0, 2: 1 / speedup}))
-        assert served(elastic.next_plan()) == expected
+        assert ranks_by_job(elastic.next_plan()) == expected
 
 
 def test_a_job_gets_no_more_ranks_than_make_it_faster() -> None:
     elastic = scheduler(elastic=True)
     elastic.add(replace(job("small"), estimates_s={1: 1.0, 2: 0.7, 4: 0.8}))
-    assert served(elastic.next_plan()) == {"small": (0, 1)}
+    assert ranks_by_job(elastic.next_plan()) == {"small": (0, 1)}
 
 
 def test_a_gang_that_is_not_elastic_never_changes_a_team() -> None:
@@ -100,9 +100,9 @@ def test_an_elastic_gang_is_shared_out_anew_when_a_job_begins_or_ends() -> None:
     for name, num_steps in (("a", 5), ("b", 2), ("c", 3)):
         elastic.add(replace(job(name, num_steps=num_steps), estimates_s={1: 1.0, 2: 0.95, 4: 0.94}))
         if name == "a":
-            assert served(elastic.next_plan()) == {"a": (0, 1, 2, 3)}
+            assert ranks_by_job(elastic.next_plan()) == {"a": (0, 1, 2, 3)}
     plans = all_plans(elastic)
-    assert [served(plan) for plan in plans] == [
+    assert [ranks_by_job(plan) for plan in plans] == [
         {"a": (0, 1), "b": (2,), "c": (3,)},
         {"a": (0, 1), "b": (2,), "c": (3,)},
         {"a": (0, 1), "c": (2, 3)},
@@ -121,7 +121,7 @@ def test_jobs_with_the_same_additions_run_together(switch_s: float, expected: st
     turns = scheduler(prediction=StepPrediction(switch_s=switch_s))
     for name, additions in zip("abcd", ((), "one", (), "one"), strict=True):
         turns.add(replace(job(name, num_steps=2), additions=additions))
-    assert "".join("".join(served(plan)) for plan in all_plans(turns)) == expected
+    assert "".join("".join(ranks_by_job(plan)) for plan in all_plans(turns)) == expected
 
 
 def test_a_short_job_waits_for_no_longer_one_with_the_additions_of_the_last() -> None:
@@ -129,7 +129,7 @@ def test_a_short_job_waits_for_no_longer_one_with_the_additions_of_the_last() ->
     turns = scheduler(num_ranks=1, prediction=StepPrediction(switch_s=0.5))
     for name, num_steps, additions in (("a", 9, ()), ("b", 1, "one"), ("c", 9, ())):
         turns.add(replace(job(name, num_steps=num_steps), additions=additions))
-    assert "".join("".join(served(plan)) for plan in all_plans(turns)) == "b" + 9 * "a" + 9 * "c"
+    assert "".join("".join(ranks_by_job(plan)) for plan in all_plans(turns)) == "b" + 9 * "a" + 9 * "c"
 
 
 def test_a_change_of_weights_costs_what_was_learned() -> None:
@@ -137,7 +137,7 @@ def test_a_change_of_weights_costs_what_was_learned() -> None:
     for name, num_steps, additions in (("a", 1, ()), ("b", 2, "one"), ("c", 3, ())):
         turns.add(replace(job(name, num_steps=num_steps), additions=additions))
     turns.learn(StepPrediction(switch_s=1.5))
-    assert "".join("".join(served(plan)) for plan in all_plans(turns)) == "acccbb"
+    assert "".join("".join(ranks_by_job(plan)) for plan in all_plans(turns)) == "acccbb"
 
 
 def test_jobs_without_additions_come_first_where_the_weights_are_as_loaded_again() -> None:
@@ -150,7 +150,7 @@ def test_jobs_without_additions_come_first_where_the_weights_are_as_loaded_again
             turns.add(replace(job(name, num_steps=1), additions=additions))
         if is_loaded_again:
             turns.forget_additions()
-        assert "".join("".join(served(plan)) for plan in all_plans(turns)) == expected
+        assert "".join("".join(ranks_by_job(plan)) for plan in all_plans(turns)) == expected
 
 
 @pytest.mark.parametrize("additions", [("one", "two"), ("two", "one")])
@@ -161,7 +161,7 @@ def test_jobs_of_an_elastic_gang_get_the_ranks_that_have_their_additions(additio
         for name, kind in zip(names, kinds, strict=True):
             one = replace(job(name, num_steps=2), additions=kind, estimates_s={1: 1.0, 2: 0.95})
             elastic.add(one)
-    plans = [served(plan) for plan in all_plans(elastic)]
+    plans = [ranks_by_job(plan) for plan in all_plans(elastic)]
     assert plans[:2] == 2 * [{"a": (0,), "b": (1,)}]
     assert plans[2] == {"cd"[additions.index("one")]: (0,), "cd"[additions.index("two")]: (1,)}
 
@@ -174,9 +174,9 @@ def test_a_state_stays_where_it_is_once_moves_are_known_to_be_dear(
     elastic = scheduler(num_ranks=2, elastic=True, prediction=StepPrediction(measured=steps_s(on_two_s=0.95)))
     for name in "ab":
         elastic.add(replace(job(name, num_steps=9), shape="known"))
-    assert served(elastic.next_plan()) == {"a": (0,), "b": (1,)}
+    assert ranks_by_job(elastic.next_plan()) == {"a": (0,), "b": (1,)}
     elastic.learn(StepPrediction(measured=steps_s(on_two_s=0.33), move_s=move_s))
-    assert served(elastic.next_plan()) == expected
+    assert ranks_by_job(elastic.next_plan()) == expected
 
 
 def steps_s(*, on_two_s: float) -> dict[tuple[str, int], float]:
@@ -195,9 +195,9 @@ def test_a_large_job_is_narrowed_for_a_small_one_where_all_wait_less_so_and_wide
 ) -> None:
     elastic = scheduler(num_ranks=2, elastic=True)
     elastic.add(replace(job("large", num_steps=9), estimates_s={1: 10.0, 2: 5.3}))
-    assert served(elastic.next_plan()) == {"large": (0, 1)}
+    assert ranks_by_job(elastic.next_plan()) == {"large": (0, 1)}
     elastic.add(replace(job("small", num_steps=2), estimates_s={1: 1.0, 2: of_two}))
-    plans = [served(plan) for plan in all_plans(elastic)]
+    plans = [ranks_by_job(plan) for plan in all_plans(elastic)]
     assert plans[:2] == [meanwhile, meanwhile]
     assert {frozenset(plan.items()) for plan in plans[2:]} == {frozenset({("large", (0, 1))})}
 
@@ -208,12 +208,12 @@ def test_plans_are_for_the_teams_that_are_free() -> None:
     for name, step_s in (("slow", 7.0), ("quick", 1.0)):
         elastic.add(replace(job(name, num_steps=9), estimates_s={1: step_s, 2: 0.99 * step_s}))
     first = elastic.next_plan()
-    assert set(served(first)) == {"slow", "quick"}
-    (rank,) = served(first)["quick"]
+    assert set(ranks_by_job(first)) == {"slow", "quick"}
+    (rank,) = ranks_by_job(first)["quick"]
     assert elastic.next_plan(free=()) is None
     plan = elastic.next_plan(free={rank})
     assert plan is not None
-    assert (served(plan), plan.is_for_all) == ({"quick": (rank,)}, False)
+    assert (ranks_by_job(plan), plan.is_for_all) == ({"quick": (rank,)}, False)
     elastic.drop("slow")
     told = elastic.next_plan(free=())
     assert told is not None
@@ -224,7 +224,7 @@ def test_team_sizes_that_the_engine_does_not_know_are_left_out() -> None:
     elastic = scheduler(elastic=True, team_sizes=(1, 4))
     for name in "ab":
         elastic.add(replace(job(name), estimates_s={1: 1.0, 4: 0.9}))
-    assert {len(ranks) for plan in all_plans(elastic) for ranks in served(plan).values()} <= {1, 4}
+    assert {len(ranks) for plan in all_plans(elastic) for ranks in ranks_by_job(plan).values()} <= {1, 4}
 
 
 def test_jobs_of_one_shape_on_one_team_are_served_together() -> None:
@@ -251,7 +251,7 @@ def test_a_dropped_job_is_planned_no_more_and_the_ranks_are_told_once() -> None:
     plan = dropping.next_plan()
     assert plan is not None
     assert plan.drops == ("a",)
-    assert [tuple(served(plan)), *map(tuple, map(served, all_plans(dropping)))] == [("b",), ("b",)]
+    assert [tuple(ranks_by_job(plan)), *map(tuple, map(ranks_by_job, all_plans(dropping)))] == [("b",), ("b",)]
 
 
 def test_a_drop_alone_is_a_plan() -> None:

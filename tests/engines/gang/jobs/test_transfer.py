@@ -129,10 +129,10 @@ def transfer_state() -> Any:
 
 
 def test_a_rehearsal_sends_skeleton_and_tensors_from_every_rank() -> None:
-    assert gang(2).run(rehearsed) == [[0, 1], [0, 1]]
+    assert gang(2).run(warm_up_sources) == [[0, 1], [0, 1]]
 
 
-def rehearsed() -> list[int]:
+def warm_up_sources() -> list[int]:
     """Return the source rank of each tensor that the warm-up of transfers sends."""
     sources: list[int] = []
     broadcast = dist.broadcast

@@ -64,6 +64,6 @@ def test_teams_of_paused_jobs_are_those_by_which_all_wait_least(on_one_s: float,
     [(0.002, 0.001, SIDE_BY_SIDE), (0.0005, 0.001, FIRST_ALONE), (0.002, 0.1, FIRST_ALONE), (0.1, 0.1, SIDE_BY_SIDE)],
 )
 def test_a_state_is_moved_only_where_that_pays(move_s: float, on_two_s: float, expected: Teams) -> None:
-    """The move costs both jobs its time. The second rank saves 1.6 ms in all if steps take 1 ms, and a hundred times
-    that if they take 100."""
+    """The move costs both jobs its time. The second rank saves 1.6 ms in all with steps of 1 ms, and a hundred times
+    that with steps of 100 ms."""
     assert teams(1.72 * on_two_s, on_two_s, run=False, gang=replace(GANG, move_s=move_s)) == expected

@@ -92,7 +92,7 @@ class VirtualMark:
         return self._at_s <= self._loop.time() + ROUNDING_S
 
     def synchronize(self) -> None:
-        raise AssertionError("who waits in virtual time awaits")
+        raise AssertionError("a task must await in virtual time")
 
     def elapsed_time(self, end: VirtualMark, /) -> float:
         return 1e3 * (end._at_s - self._at_s)
@@ -100,8 +100,8 @@ class VirtualMark:
 
 class GpuRanks:
     """Actors of ranks. A step takes ``steps[its shape][size of its team]`` seconds on the devices of a team. It begins
-    when all devices have it and have done their earlier work. A rank reports a step when the one before it has ended,
-    or, if it emits latents, when it has ended. The reported times are those of ``CudaStepTimer`` on marks of its
+    when all devices have it and have done their earlier work. A rank reports a step when the one before it has ended; a
+    step with latents when it has ended itself. The reported times are those of ``CudaStepTimer`` on marks of its
     device. ``shapes`` has the shape of each job, or a function of the step. ``plans`` are the plans sent, to dead ranks
     as well, each once. ``rank_s`` adds up device time by job, over all of a team. ``launch_s`` is the time of a step's
     calls, while the device is in the step already."""

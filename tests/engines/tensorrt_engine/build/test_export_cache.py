@@ -70,7 +70,7 @@ def test_segments_of_a_ring_are_kept_too(ring: Ring) -> None:
     assert [graph.serialized() for graph in again.graphs] == [graph.serialized() for graph in made.graphs]
 
 
-class Counted:
+class CountingExporter:
     """An ``Exporter`` over one model that counts its exports and returns ``made`` instead of tracing."""
 
     def __init__(self, model: DenoiserModel, made: EngineExport, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,11 +90,11 @@ class Counted:
 
 
 @pytest.fixture
-def counted(exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counted:
-    return Counted(SPECIMENS["wan"].model(), exports(WAN).exported, tmp_path, monkeypatch)
+def counted(exports: Exports, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CountingExporter:
+    return CountingExporter(SPECIMENS["wan"].model(), exports(WAN).exported, tmp_path, monkeypatch)
 
 
-def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_holds_all_that_decides_an_export(counted: CountingExporter, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = SPECIMENS["wan"].inputs()
     branch = Branch(inputs=inputs)
     first = counted.export(branch)
@@ -107,7 +107,7 @@ def test_the_key_holds_all_that_decides_an_export(counted: Counted, monkeypatch:
     with torch.no_grad():
         module.get_parameter("blocks.0.ffn.net.2.weight").mul_(2)
     counted.export(branch)
-    assert counted.num_exports == 1, "nor do those of weights"
+    assert counted.num_exports == 1, "changed weights need no export"
     wider = inputs | {"encoder_hidden_states": torch.zeros(1, 24, 32)}
     half = inputs | {"encoder_hidden_states": inputs["encoder_hidden_states"].half()}
     quantized = Quantization(plan=counted.exporter.model.plan, amax={"a": 1.0}, scheme="int8")
@@ -137,7 +137,7 @@ def as_if(data: bytes, flag: str) -> bytes:
     return bytes(turned)
 
 
-def test_a_damaged_file_is_made_again(counted: Counted, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_damaged_file_is_made_again(counted: CountingExporter, caplog: pytest.LogCaptureFixture) -> None:
     branch = Branch(inputs=SPECIMENS["wan"].inputs())
     good = counted.export(branch).graph.serialized()
     (path,) = counted.folder.rglob("*.zip")

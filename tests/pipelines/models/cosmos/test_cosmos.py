@@ -224,7 +224,7 @@ def test_a_gang_prepares_with_blank_values(name: str, loaded: Callable[[str], An
     assert len(probe) == 2
     (made,) = attention.hoisted_text(model.modules["transformer"], probe[0].inputs).values()
     num_text = model.stream_lengths(probe[0].arguments)["text"]
-    assert made.numel() == model.hoisted_features["text"] * num_text, "which the planner counts"
+    assert made.numel() == model.hoisted_features["text"] * num_text, "the planner's count"
     assert all(prediction.isfinite().all() for prediction in pipeline.engine.predict(probe, (0,)))
 
 
@@ -243,16 +243,16 @@ def test_the_guardrail_is_asked_unless_the_folder_says_no(tmp_path: Path) -> Non
     index.write_text(index.read_text().replace('"enable_safety_checker": false', '"enable_safety_checker": true'))
     with pytest.raises(ValueError, match="pip install cosmos_guardrail"):
         Checkpoint(folder).text_encoder()
-    with patch("diffusers.modular_pipelines.cosmos.modular_pipeline.CosmosSafetyChecker", Refusing):
+    with patch("diffusers.modular_pipelines.cosmos.modular_pipeline.CosmosSafetyChecker", RefusingGuardrail):
         encoder = Checkpoint(folder).text_encoder()
         with pytest.raises(ValueError, match="unsafe text"):
             encoder.encode(CLIPS["from words"].request(folder))
 
 
-class Refusing(SimpleNamespace):
+class RefusingGuardrail(SimpleNamespace):
     """Stands for the guardrail."""
 
-    def to(self, device: torch.device | str) -> Refusing:
+    def to(self, device: torch.device | str) -> RefusingGuardrail:
         return self
 
     def check_text_safety(self, prompt: str) -> bool:

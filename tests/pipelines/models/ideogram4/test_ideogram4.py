@@ -123,7 +123,7 @@ def test_a_known_step_calls_both_transformers_with_features_of_the_text_alone(fo
     lengths = [model.stream_lengths(branch.arguments)["tokens"] for branch in branches]
     assert lengths[0] > lengths[1]
     text_BTC = hoisted(model.modules["transformer"], branches[0].inputs)[TEXT]
-    assert text_BTC[:, 0].numel() * MAX_TOKENS == model.hoisted_numbers, "which the planner counts"
+    assert text_BTC[:, 0].numel() * MAX_TOKENS == model.hoisted_numbers, "the planner's count"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

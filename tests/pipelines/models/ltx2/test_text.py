@@ -45,7 +45,7 @@ def test_the_step_is_that_of_diffusers(folders: Callable[[Any], Path]) -> None:
     assert hoisted[KEYS_VALUES].shape[:2] == (2, 2)
     num_tokens = branch.inputs[TEXT].shape[1]
     made = sum(x.numel() for x in hoisted.values())
-    assert made * MAX_TOKENS == model.hoisted_numbers * num_tokens, "which the planner counts"
+    assert made * MAX_TOKENS == model.hoisted_numbers * num_tokens, "the planner's count"
     assert branch.inputs[MASK].numel() == 0
     several = [model.forward(module, own) for own in ({**branch.arguments, **hoisted}, branch.arguments)]
     texts = {name: branch.inputs[name] for name in (TEXT, SOUND_TEXT)}

@@ -87,7 +87,7 @@ def masks_of() -> Frames:
     return Frames(masks)
 
 
-def shown(name: str) -> list[Image.Image]:
+def reference_pictures(name: str) -> list[Image.Image]:
     """Return pictures of another shape than the clip."""
     return [picture(64, 96, seed) for seed in range(7, 7 + CASES[name].num_pictures)]
 
@@ -95,7 +95,7 @@ def shown(name: str) -> list[Image.Image]:
 def inputs_of(name: str) -> InputPictures:
     case = CASES[name]
     return InputPictures(
-        pictures=tuple(map(InputPicture.of, shown(name))),
+        pictures=tuple(map(InputPicture.of, reference_pictures(name))),
         video=pictures_of(clip_of()).video if case.has_clip else None,
         video_mask=pictures_of(masks_of()).video if case.has_mask else None,
     )
@@ -104,7 +104,7 @@ def inputs_of(name: str) -> InputPictures:
 def own(name: str, folder: Path, request: MediaRequest, **more: Any) -> Any:
     """Return diffusers' result for the same case."""
     case = CASES[name]
-    call: dict[str, Any] = {"reference_images": shown(name) or None, **more}
+    call: dict[str, Any] = {"reference_images": reference_pictures(name) or None, **more}
     if case.has_mask:
         call["mask"] = list(masks_of())
     if case.control_scale is not None:

@@ -70,7 +70,7 @@ def _plain(text: str) -> str:
     return " ".join(re.findall(r"[a-z']+|[.,:;!]", text)) + " "
 
 
-def _found(words: list[str], table: dict[str, str]) -> list[tuple[int, str]]:
+def _find(words: list[str], table: dict[str, str]) -> list[tuple[int, str]]:
     """Return where each word of the table is, and its meaning."""
     meaning = {word: name for name, names in table.items() for word in names.split()}
     return [(index, meaning[word]) for index, word in enumerate(words) if word in meaning]
@@ -86,7 +86,7 @@ def _without_background(text: str) -> tuple[str, str | None]:
 
 def _things(words: list[str]) -> list[tuple[int, int, str, str]]:
     """Return first and last word of each thing, its shape and colour: the shapes and colours in order."""
-    shapes, colours = _found(words, SHAPES), _found(words, COLOURS)
+    shapes, colours = _find(words, SHAPES), _find(words, COLOURS)
     assert len(shapes) == len(colours), words
     return [(min(a, b), max(a, b), shape, colour) for (a, shape), (b, colour) in zip(shapes, colours, strict=True)]
 
@@ -94,7 +94,7 @@ def _things(words: list[str]) -> list[tuple[int, int, str, str]]:
 def _sizes(words: list[str], things: list[tuple[int, int, str, str]]) -> list[str | None]:
     """Return the size of each thing: one between two things belongs to the first only if it follows at once."""
     sizes: list[str | None] = [None] * len(things)
-    for index, size in _found(words, SIZES):
+    for index, size in _find(words, SIZES):
         owner = 0
         for number, (_, end, _, _) in enumerate(things[:-1]):
             between = " ".join(words[end + 1 : index])
@@ -108,7 +108,7 @@ def _sizes(words: list[str], things: list[tuple[int, int, str, str]]) -> list[st
 
 def _places(words: list[str], count: int) -> list[tuple[int, int] | None]:
     """Return columns and rows, in order; a thing or a break between two words of place separates them."""
-    breaks = {index for index, _ in [*_found(words, SHAPES), *_found(words, COLOURS)]}
+    breaks = {index for index, _ in [*_find(words, SHAPES), *_find(words, COLOURS)]}
     breaks |= {index for index, word in enumerate(words) if word in (";", ".", "and", "plus")}
     at = [index for index, word in enumerate(words) if word in COLUMNS or word in ROWS or word in MIDDLE]
     groups = [[at[0]]] if at else []
