@@ -32,8 +32,8 @@ from deployments.replicas import prepare_replica
 from deployments.requests.handle import handle_request
 from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.requests.recipe_choice import recipe_problems
-from deployments.service.flow import DeployedStudio, QueueLimits
-from deployments.service.interface import ModelCard, StudioEvent
+from deployments.service.flow import DeployedService, QueueLimits
+from deployments.service.interface import ModelCard, ServiceEvent
 from deployments.service.readiness import Readiness
 from deployments.service.retries import RECOVERY_DEADLINE_S
 from deployments.service.run import StageHandles
@@ -162,15 +162,15 @@ class Ingress:
             model.name: QueueLimits(max_jobs=model.max_jobs, max_wait_s=model.denoiser.max_wait_s)
             for model in config.models
         }
-        self._studio = DeployedStudio(cards, handles, readiness, patience_s, self._accounts, limits)
-        self._clips = Clips(self._studio, self._clip_settings())
+        self._service = DeployedService(cards, handles, readiness, patience_s, self._accounts, limits)
+        self._clips = Clips(self._service, self._clip_settings())
         self._loras = LoraStore(database=self._clips.database, root=lora_folder(self._data_dir))
         self._drain = Drain()
         self._exposition = Exposition(
             config.metrics, {model: stage_handles.denoiser for model, stage_handles in handles.items()}
         )
 
-    async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[StudioEvent]:
+    async def generate(self, prompt: str, **fields: Any) -> AsyncGenerator[ServiceEvent]:
         """Serve Python handles: ``handle.options(stream=True).generate.remote("a red circle", seed=1)``.
 
         Yield ``Queued``, ``Progress`` for every step, ``Preview`` (with ``partial_images``, and for clips), and finally
@@ -178,11 +178,11 @@ class Ingress:
         ValueError names an invalid one. Pictures (``image``, ``mask``, ``input_reference``) are the bytes of files.
         Cancelling the response stops the job on all ranks.
         """
-        cards = await self._loras.on_cards(self._studio.cards(), "")
+        cards = await self._loras.on_cards(self._service.cards(), "")
         arguments = (cards, uuid.uuid4().hex, {"prompt": prompt, **fields}, self._config.api)
         request, output, pictures = await asyncio.to_thread(handle_request, *arguments)
         request = await self._enhancers.enhanced(request)
-        async with aclosing(self._studio.perform(request, output, pictures)) as events:
+        async with aclosing(self._service.perform(request, output, pictures)) as events:
             async for event in events:
                 yield event
 
@@ -195,13 +195,15 @@ class Ingress:
 
         Call it on every replica before the application is deleted (``DeploymentHandle.broadcast``).
         """
-        self._studio.meter.stop()
+        self._service.meter.stop()
         draining = asyncio.create_task(self._drain.finish(grace_s))
         await self._clips.stop()
         await draining
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return create_api(self._studio, self._api_settings(), self._clips, self._drain, self._accounts, self._enhancers)
+        return create_api(
+            self._service, self._api_settings(), self._clips, self._drain, self._accounts, self._enhancers
+        )
 
     def _api_settings(self) -> ApiSettings:
         return ApiSettings(
@@ -212,7 +214,7 @@ class Ingress:
             max_open_pictures={
                 model: limit
                 for model, limit in self._config.max_open_pictures.items()
-                if "image" in self._studio.cards()[model].defaults.kinds
+                if "image" in self._service.cards()[model].defaults.kinds
             },
             signed_urls=self._config.api.signed_urls,
             is_only_replica=self._config.api.max_num_replicas == 1,

@@ -16,7 +16,7 @@ from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import DATABASE_FAILURES, ClipFolders, StorageFullError, is_full, is_lost
 from deployments.clips.store import Claim, Claims
 from deployments.requests.rules import check_kept
-from deployments.service.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Studio
+from deployments.service.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Service
 from engines.core.engine import JobFailedError
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
@@ -31,7 +31,7 @@ logger = logging.getLogger("troupe.clips")
 class Attempt:
     """One run of a claimed clip's request, with its progress."""
 
-    studio: Studio
+    service: Service
     """Makes the clip."""
     claims: Claims
     """Store of progress and end."""
@@ -85,7 +85,7 @@ class Attempt:
 
     async def _perform(self) -> Media:
         clip, owner = self.claim.clip, self.claim.owner
-        if card := self.studio.cards().get(clip.request.model):
+        if card := self.service.cards().get(clip.request.model):
             check_kept(clip.request, card)
         request = replace(
             clip.request,
@@ -93,7 +93,7 @@ class Attempt:
             waited_s=clip.request.waited_s + self._age_s,
         )
         pictures, start_s = await self._inputs(), time.time()
-        async with aclosing(self.studio.perform(request, Output(format="mp4"), pictures)) as events:
+        async with aclosing(self.service.perform(request, Output(format="mp4"), pictures)) as events:
             async for event in events:
                 match event:
                     case Media():
@@ -111,7 +111,7 @@ class Attempt:
                     case Preview():
                         await asyncio.to_thread(self.folders.write, clip.id, "preview", event.data)
                         self.num_previews = event.index + 1
-        raise RuntimeError("the studio ended without a clip")
+        raise RuntimeError("the service ended without a clip")
 
     @property
     def _age_s(self) -> float:

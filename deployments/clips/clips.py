@@ -30,7 +30,7 @@ from deployments.clips.store import Claim, Claims, ClipStore, new_clip_id
 from deployments.clips.webhooks import Webhook
 from deployments.database.database import Database
 from deployments.places import PRIVATE_FILE, close_to_others, make_folder
-from deployments.service.interface import Studio
+from deployments.service.interface import Service
 from engines.gang.errors import QueueFullError
 from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 
@@ -48,8 +48,8 @@ class Clips:
     Several processes may share one database and data directory; each clip has one runner.
     """
 
-    def __init__(self, studio: Studio, settings: ClipSettings) -> None:
-        self._studio = studio
+    def __init__(self, service: Service, settings: ClipSettings) -> None:
+        self._service = service
         self._settings = settings
         self.bucket = Bucket(settings.storage) if settings.storage else None
         """Place of files, unless they are in the data directory."""
@@ -71,7 +71,7 @@ class Clips:
 
         limits = self._settings
         self._runner = ClipRunner(
-            self._studio,
+            self._service,
             self._claims,
             self._attempt,
             self.storage_problem,
@@ -197,7 +197,7 @@ class Clips:
 
     def _attempt(self, claim: Claim) -> Attempt:
         return Attempt(
-            studio=self._studio,
+            service=self._service,
             claims=self._claims,
             folders=self._folders,
             settings=self._settings,

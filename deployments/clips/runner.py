@@ -11,7 +11,7 @@ from deployments.asyncio_tools import cancel, taken
 from deployments.clips.attempt import Attempt
 from deployments.clips.store import Claim, Claims
 from deployments.observability.logs import request_context
-from deployments.service.interface import Studio
+from deployments.service.interface import Service
 
 logger = logging.getLogger("troupe.clips")
 
@@ -21,7 +21,7 @@ class ClipRunner:
 
     def __init__(
         self,
-        studio: Studio,
+        service: Service,
         claims: Claims,
         attempt: Callable[[Claim], Attempt],
         storage_problem: Callable[[], Awaitable[Exception | None]],
@@ -29,7 +29,7 @@ class ClipRunner:
         max_running: int,
         poll_s: float,
     ) -> None:
-        self._studio = studio
+        self._service = service
         self._claims = claims
         self._attempt = attempt
         self._storage_problem = storage_problem
@@ -66,8 +66,8 @@ class ClipRunner:
             while len(self._running) - len(self._additional) < self._max_running:
                 if await self._storage_problem():
                     return
-                not_ready = await self._studio.not_ready()
-                ready = [name for name in self._studio.cards() if name not in not_ready]
+                not_ready = await self._service.not_ready()
+                ready = [name for name in self._service.cards() if name not in not_ready]
                 claim = await taken(self._claims.take(ready), self._give_back)
                 if claim is None:
                     return

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP API. It knows the ``Studio`` protocol and nothing of Ray or of tensors."""
+"""The OpenAI-compatible HTTP API. It knows the ``Service`` protocol and nothing of Ray or of tensors."""

@@ -1,4 +1,4 @@
-"""The API as one application: routes, errors, limits, documents and the web page around a studio."""
+"""The API as one application: routes, errors, limits, documents and the web page around a service."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from deployments.clips.clips import Clips
 from deployments.clips.objects import Bucket
 from deployments.http.admission import Admission, OpenRequests
 from deployments.http.body_limit import BodyLimit
+from deployments.http.clip_poller import ClipPoller
 from deployments.http.context import ApiContext
 from deployments.http.drain import Drain, Draining
 from deployments.http.errors import add_error_handlers
 from deployments.http.files import FileShelf, ObjectShelf
 from deployments.http.hosts import HostCheck
 from deployments.http.idempotency import LEASE_S, KnownRequests
-from deployments.http.lookout import Lookout
 from deployments.http.measures import usage_routes
 from deployments.http.middleware import CLIENT_GONE, RequestLog
 from deployments.http.openapi_text import add_document
@@ -42,7 +42,7 @@ from deployments.http.streams import ClientGoneError
 from deployments.lora_store import LoraStore, lora_folder
 from deployments.names import own_version
 from deployments.requests.prompt_enhancer import PromptEnhancers
-from deployments.service.interface import Studio
+from deployments.service.interface import Service
 from deployments.usage.accounts import Accounts, KeyLimitGuard
 from deployments.usage.ledger import UsageLedger
 from pipelines.request import MediaKind
@@ -63,7 +63,7 @@ DESCRIPTION = (
 
 
 def create_api(
-    studio: Studio,
+    service: Service,
     settings: ApiSettings,
     clips: Clips,
     drain: Drain | None = None,
@@ -72,11 +72,11 @@ def create_api(
 ) -> FastAPI:
     """Return the HTTP application. Its lifespan starts ``clips`` and stops them at its end.
 
-    ``drain`` lets the caller end it gracefully. ``studio`` charges ``accounts``. ``enhancers`` belong to the models
+    ``drain`` lets the caller end it gracefully. ``service`` charges ``accounts``. ``enhancers`` belong to the models
     whose cards name one.
     """
     accounts = accounts or Accounts(settings.key_limits)
-    context = make_context(studio, settings, clips, accounts, enhancers or PromptEnhancers())
+    context = make_context(service, settings, clips, accounts, enhancers or PromptEnhancers())
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -108,22 +108,22 @@ def create_api(
         app.router.routes += routes(context).routes  # `include_router` makes each route twice, and matches it twice
     add_error_handlers(app)
     app.add_exception_handler(ClientGoneError, _on_client_gone)
-    add_guards(app, settings, studio, drain or Drain())
+    add_guards(app, settings, service, drain or Drain())
     add_document(app)
     return app
 
 
 def make_context(
-    studio: Studio, settings: ApiSettings, clips: Clips, accounts: Accounts, enhancers: PromptEnhancers
+    service: Service, settings: ApiSettings, clips: Clips, accounts: Accounts, enhancers: PromptEnhancers
 ) -> ApiContext:
     """Return the context of all routes."""
     return ApiContext(
-        studio=studio,
+        service=service,
         settings=settings,
         files=file_shelf(settings, clips.bucket),
         clips=clips,
         admission=Admission(settings),
-        lookout=Lookout(clips, settings.video_poll_s),
+        poller=ClipPoller(clips, settings.video_poll_s),
         unpacking=ThreadPoolExecutor(NUM_UNPACKINGS, "unpacking"),
         accounts=accounts,
         key_limits=KeyLimitGuard(accounts, clips),
@@ -135,7 +135,7 @@ def make_context(
     )
 
 
-def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain) -> None:
+def add_guards(app: FastAPI, settings: ApiSettings, service: Service, drain: Drain) -> None:
     """Wrap the routes in the middleware of all requests, from the inside out."""
     app.add_middleware(HeadAsGet)
     app.add_middleware(OriginCheck, settings=settings)
@@ -146,7 +146,7 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
         max_bytes=settings.max_body_bytes,
         deadline_s=settings.body_deadline_s,
         uploads={
-            **dict.fromkeys(["/v1/files", *uploads(studio)], settings.max_upload_bytes),
+            **dict.fromkeys(["/v1/files", *uploads(service)], settings.max_upload_bytes),
             LORAS: max(settings.max_body_bytes, settings.max_lora_bytes + FORM_BYTES),
         },
     )
@@ -158,9 +158,9 @@ def add_guards(app: FastAPI, settings: ApiSettings, studio: Studio, drain: Drain
     app.add_middleware(Liveness, drain=drain)
 
 
-def uploads(studio: Studio) -> list[str]:
+def uploads(service: Service) -> list[str]:
     """Return the routes that accept pictures or clips: those whose models take some."""
-    made = [card.defaults.of(kind) for card in studio.cards().values() for kind in card.defaults.kinds]
+    made = [card.defaults.of(kind) for card in service.cards().values() for kind in card.defaults.kinds]
     return [
         path
         for kind in {one.kind for one in made if one.max_pictures or one.max_video_frames or one.takes_control}

@@ -17,10 +17,10 @@ from deployments.batches.contents import Contents
 from deployments.batches.records import BatchStore
 from deployments.clips.clips import Clips
 from deployments.http.admission import Admission
+from deployments.http.clip_poller import ClipPoller
 from deployments.http.errors import ApiError, retry_after
 from deployments.http.files import FileShelf, ObjectShelf
 from deployments.http.idempotency import KnownRequests
-from deployments.http.lookout import Lookout
 from deployments.http.middleware import REQUESTER
 from deployments.http.settings import ApiSettings
 from deployments.http.streams import until_disconnect
@@ -33,7 +33,7 @@ from deployments.requests.pictures.video import FormBeside
 from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.requests.recipe_choice import with_recipe
 from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
-from deployments.service.interface import ModelCard, Studio
+from deployments.service.interface import ModelCard, Service
 from deployments.usage.accounts import Accounts, KeyLimitGuard
 from pipelines.request import NO_PICTURES, InputPictures, MediaKind, MediaRequest
 
@@ -49,7 +49,7 @@ Credentials = Annotated[HTTPAuthorizationCredentials | None, Security(BEARER)]
 class ApiContext:
     """Services and settings that all routes share."""
 
-    studio: Studio
+    service: Service
     """Makes pictures and clips."""
     settings: ApiSettings
     """Limits and places."""
@@ -59,7 +59,7 @@ class ApiContext:
     """Durable requests for clips."""
     admission: Admission
     """Limits of open requests and pictures."""
-    lookout: Lookout
+    poller: ClipPoller
     """Watches records of clips for streams."""
     unpacking: Executor
     """Threads that decode pictures and clips."""
@@ -107,7 +107,7 @@ class ApiContext:
 
     async def cards(self, requester: Requester) -> Mapping[str, ModelCard]:
         """Return the cards of all models, with the adapters that clients have added for the requester."""
-        return await self.loras.on_cards(self.studio.cards(), self.viewer(requester))
+        return await self.loras.on_cards(self.service.cards(), self.viewer(requester))
 
     async def resolved(
         self, body: B, kind: MediaKind, requester: Requester, read: ReadSource | None = None
@@ -116,7 +116,7 @@ class ApiContext:
 
         ``read`` returns the content of a clip or file that is named by its id, given that and the field.
         """
-        card = choose_card(self.studio.cards(), body.model, kind, Needs.of(body))
+        card = choose_card(self.service.cards(), body.model, kind, Needs.of(body))
         if card.runtime_loras is not None and names_others(body, card):
             card = choose_card(await self.cards(requester), body.model, kind, Needs.of(body))
         body = with_recipe(body, card)
@@ -150,11 +150,11 @@ class ApiContext:
 
         Requests wait while a gang is rebuilt. ApiError 503 without anything to wait for.
         """
-        reason = (await self.studio.not_ready()).get(model)
+        reason = (await self.service.not_ready()).get(model)
         if reason is None:
             return 0.0
-        wait_s = self.studio.retry_after_s(model)
-        if self.studio.may_wait_for(model):
+        wait_s = self.service.retry_after_s(model)
+        if self.service.may_wait_for(model):
             return wait_s
         raise ApiError(503, f"{model} is not ready: {reason}", code="model_not_ready", headers=retry_after(wait_s))
 

@@ -12,7 +12,7 @@ from deployments.http.context import ApiContext
 from deployments.http.errors import GPU_HEADER
 from deployments.http.openapi_text import error_documents
 from deployments.requests.rules import Requester
-from deployments.service.interface import Media, Progress, StageTimes, StudioEvent
+from deployments.service.interface import Media, Progress, ServiceEvent, StageTimes
 from pipelines.caching import CacheMode
 from pipelines.request import MediaRequest
 
@@ -83,7 +83,7 @@ class SpentSeconds:
     def __init__(self) -> None:
         self._by_index: dict[int, float] = {}
 
-    def update(self, index: int, event: StudioEvent) -> None:
+    def update(self, index: int, event: ServiceEvent) -> None:
         """Take note of an event of the picture ``index``."""
         match event:
             case Progress(gpu_s=gpu_s) | Media(timings=StageTimes(gpu_s=gpu_s)):

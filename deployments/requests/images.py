@@ -1,4 +1,4 @@
-"""The pictures of one request: what the studio makes, and how the client gets them."""
+"""The pictures of one request: what the service makes, and how the client gets them."""
 
 from __future__ import annotations
 

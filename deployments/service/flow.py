@@ -23,7 +23,7 @@ from deployments.service.interface import (
     ModelCard,
     ModelUnavailableError,
     Output,
-    StudioEvent,
+    ServiceEvent,
 )
 from deployments.service.readiness import Readiness
 from deployments.service.retries import RECOVERY_DEADLINE_S, RETRYABLE, Retries
@@ -61,8 +61,8 @@ NO_LIMITS: Mapping[str, QueueLimits] = MappingProxyType({})
 NO_PATIENCE: Mapping[str, float] = MappingProxyType({})
 
 
-class DeployedStudio:
-    """A ``Studio`` of Serve deployments: runs requests for all served models.
+class DeployedService:
+    """A ``Service`` of Serve deployments: runs requests for all served models.
 
     ``patience_s``: by model, the seconds that requests wait for a replica, if not RECOVERY_DEADLINE_S. ``limits``: of
     the model's gangs, which also hold for requests that wait for a gang. Costs are charged to ``accounts``, by default
@@ -93,7 +93,7 @@ class DeployedStudio:
         return self._cards
 
     async def look(self) -> None:
-        """See ``Studio.look``. Without an answer, cards stay as they are."""
+        """See ``Service.look``. Without an answer, cards stay as they are."""
         await asyncio.gather(*(self._ask_forwards(model) for model in self._unknown_forwards))
 
     async def _ask_forwards(self, model: str) -> None:
@@ -107,23 +107,23 @@ class DeployedStudio:
             self._cards[model] = replace(self._cards[model], forwards=forwards)
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
-        """See ``Studio.not_ready``."""
+        """See ``Service.not_ready``."""
         return await self._readiness.not_ready(max_age_s)
 
     def retry_after_s(self, model: str) -> float:
-        """See ``Studio.retry_after_s``."""
+        """See ``Service.retry_after_s``."""
         return self._readiness.retry_after_s(model)
 
     def may_wait_for(self, model: str) -> bool:
-        """See ``Studio.may_wait_for``. Where it is expected to take longer than requests may wait, it is no use."""
+        """See ``Service.may_wait_for``. Where it is expected to take longer than requests may wait, it is no use."""
         longest_s = self._limits.get(model, ANY).max_wait_s
         is_soon = longest_s is None or self._readiness.retry_after_s(model) <= longest_s
         return self._readiness.is_rebuilt(model) and is_soon
 
     async def perform(
         self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
-    ) -> AsyncGenerator[StudioEvent]:
-        """See ``Studio.perform``."""
+    ) -> AsyncGenerator[ServiceEvent]:
+        """See ``Service.perform``."""
         model = request.model
         patience_s, limits = self._patience_s.get(model, RECOVERY_DEADLINE_S), self._limits.get(model, ANY)
         with self.meter.metered(request) as finish, self._counted(model, limits.max_jobs) as accepted:
@@ -156,7 +156,7 @@ class DeployedStudio:
             leave_replica(self._stages[model].denoiser, error.replica)
 
     async def load_lora(self, model: str, lora: Lora) -> None:
-        """See ``Studio.load_lora``. A gang that breaks meanwhile loads it with the first request that needs it."""
+        """See ``Service.load_lora``. A gang that breaks meanwhile loads it with the first request that needs it."""
         denoiser, answers = self._stages[model].denoiser, list[object]()
         with self._unwrapped(model):
             with suppress(*NOT_REACHED):
@@ -182,7 +182,7 @@ class DeployedStudio:
             raise ModelUnavailableError(f"{model}: a gang broke while it loaded the adapter") from error
 
     async def remove_lora(self, model: str, lora: Lora) -> None:
-        """See ``Studio.remove_lora``. A gang that does not hear of it evicts the adapter later."""
+        """See ``Service.remove_lora``. A gang that does not hear of it evicts the adapter later."""
         try:
             asked = self._stages[model].denoiser.broadcast("remove_lora", lora)
             await asked.results_async(timeout_s=LOAD_WITHIN_S, return_exceptions=True)

@@ -146,7 +146,7 @@ class Media:
         return (self.data, *self.further)
 
 
-StudioEvent = Queued | Progress | Preview | Media
+ServiceEvent = Queued | Progress | Preview | Media
 
 
 class ModelUnavailableError(Exception):
@@ -167,7 +167,7 @@ STATUS_MAX_AGE_S = 10.0
 """Fresh enough before a request: one that meets a broken gang waits for the next."""
 
 
-class Studio(Protocol):
+class Service(Protocol):
     """The application behind the API.
 
     ``perform`` may be closed at any time, which cancels the job on all ranks. GPU time used by then is charged to the
@@ -197,7 +197,7 @@ class Studio(Protocol):
 
     def perform(
         self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
-    ) -> AsyncGenerator[StudioEvent]:
+    ) -> AsyncGenerator[ServiceEvent]:
         """Run one request with its ``pictures``. Yield ``Queued``, progress and previews, then exactly one ``Media``.
 
         If the gang breaks, it is rebuilt and the job runs again (its progress starts over). Raise ``GangBrokenError``

@@ -16,7 +16,15 @@ from ray.serve.handle import DeploymentHandle
 from deployments.asyncio_tools import cancel, produced
 from deployments.observability.metrics import ENCODINGS, STAGE_SECONDS
 from deployments.ray_private import object_ref, object_ref_generator
-from deployments.service.interface import Media, ModelUnavailableError, Output, Preview, Queued, StageTimes, StudioEvent
+from deployments.service.interface import (
+    Media,
+    ModelUnavailableError,
+    Output,
+    Preview,
+    Queued,
+    ServiceEvent,
+    StageTimes,
+)
 from deployments.stages.common import Decoded, EncodingDone, SentPictures, StageEvent
 from deployments.stages.measured_times import DecodeKey, DecodeTimes, decode_key
 from engines.gang.errors import QueueFullError
@@ -26,7 +34,7 @@ from pipelines.request import InputPictures, MediaRequest
 NUM_DECODINGS = 2
 """Attempts at decoding. The latents are kept here, so that a second decoder can take over."""
 
-Publish = Callable[[StudioEvent], None]
+Publish = Callable[[ServiceEvent], None]
 
 logger = logging.getLogger("troupe.flow")
 
@@ -92,7 +100,7 @@ class Run:
     _decoding: asyncio.Task[Decoded] | None = field(default=None, init=False)
     """Decodes the latents, once they are there."""
 
-    def events(self) -> AsyncGenerator[StudioEvent]:
+    def events(self) -> AsyncGenerator[ServiceEvent]:
         """Yield progress and previews, ``Media`` last. They do not wait for each other.
 
         Raise what a deployment raised, ModelUnavailableError if none took the request in time.

@@ -30,7 +30,7 @@ from engines.parallel.mesh import ALONE
 from engines.parallel.weight_files import files_of
 from engines.quantization.linear import move_from_host
 from pipelines.blocks.offloaded_layers import ENCODERS
-from pipelines.blocks.stand_in import StandIn
+from pipelines.blocks.recording_transformer import RecordingTransformer
 from pipelines.blocks.tree import Sections
 from pipelines.component_weights import check_finite, file_of, has_scales, load_folder
 from pipelines.directory import (
@@ -401,11 +401,11 @@ class OpenedPipeline:
                 return self._part_outline(name)
         return self.load_part(name) if part.__module__.startswith("diffusers.") else None
 
-    def _stand_in(self, name: str) -> StandIn:
+    def _stand_in(self, name: str) -> RecordingTransformer:
         outline = self._outline(name) if self.spec.block_modules else None
         parts = {part: getattr(outline, part) for part in self.spec.block_modules}
         config, blank = self.part_config(name), self.spec.blank_prediction
-        return StandIn(name, self.part_class(name), config, self.models_device, self.dtype, blank, parts)
+        return RecordingTransformer(name, self.part_class(name), config, self.models_device, self.dtype, blank, parts)
 
 
 @dataclass(frozen=True, slots=True)

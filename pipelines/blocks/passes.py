@@ -17,7 +17,7 @@ from typing import Any
 from diffusers.modular_pipelines.modular_pipeline import BlockState
 from diffusers.schedulers.scheduling_utils import SchedulerMixin
 
-from pipelines.blocks.stand_in import Call, Exchange, StandIn
+from pipelines.blocks.recording_transformer import Call, Exchange, RecordingTransformer
 from pipelines.blocks.state import (
     BlocksState,
     Steps,
@@ -114,7 +114,7 @@ def dry_run_rounds(
 def _with_exchange(pipeline: Any) -> tuple[Any, Exchange]:
     exchange = Exchange()
     for part in vars(pipeline).values():
-        if isinstance(part, StandIn):
+        if isinstance(part, RecordingTransformer):
             part.exchange = exchange
     return pipeline, exchange
 

@@ -26,7 +26,7 @@ from pipelines.blocks.denoiser import apply_guidance, set_scale, set_solver, wit
 from pipelines.blocks.encoder import Conditioning, on_cpu, on_device
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.blocks.passes import RecordedStep
-from pipelines.blocks.stand_in import Call
+from pipelines.blocks.recording_transformer import Call
 from pipelines.blocks.state import (
     BlocksState,
     KeptPredictions,

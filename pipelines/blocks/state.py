@@ -16,7 +16,7 @@ from engines.core.model import Branch
 from engines.parallel.division import shape_of
 from pipelines.blocks import tree
 from pipelines.blocks.denoiser import guiders_of
-from pipelines.blocks.stand_in import StandIn
+from pipelines.blocks.recording_transformer import RecordingTransformer
 from pipelines.request import MediaRequest
 
 T = TypeVar("T")
@@ -155,7 +155,7 @@ def with_parts(pipeline: Any, parts: Mapping[str, Any]) -> Any:
     for name, part in parts.items():
         setattr(own, name, shallow_copy(part))
     for name, part in vars(pipeline).items():
-        if isinstance(part, StandIn):
+        if isinstance(part, RecordingTransformer):
             setattr(own, name, copy.copy(part))
     return own
 

@@ -31,7 +31,7 @@ from engines.gang.jobs.job import Job, JobDone
 from engines.gang.load import GangLoad, OpenWork
 from pipelines.request import Lora, MediaRequest, mix_of
 from pipelines.solver import Solver
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.support.fake_service import PICTURES
 from tests.support.unhurried import UNHURRIED
 
 DEPLOYMENT = DeploymentID("Denoiser-m", "troupe")

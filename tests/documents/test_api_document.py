@@ -17,7 +17,7 @@ from deployments.door.answers import ANSWERS
 from deployments.http.app import create_api
 from deployments.http.openapi_text import CODES
 from deployments.http.settings import ApiSettings
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.fenced import ROOT
 
 FILES = (*sorted((ROOT / "docs" / "use").glob("*.md")), ROOT / "docs" / "operate" / "monitoring.md")
@@ -34,9 +34,9 @@ def words_in_code() -> set[str]:
 
 @cache
 def openapi() -> dict[str, Any]:
-    studio, folder = FakeStudio(), Path("nowhere")
-    clips = Clips(studio, ClipSettings(data_dir=folder))
-    return create_api(studio, ApiSettings(data_dir=folder), clips).openapi()
+    service, folder = FakeService(), Path("nowhere")
+    clips = Clips(service, ClipSettings(data_dir=folder))
+    return create_api(service, ApiSettings(data_dir=folder), clips).openapi()
 
 
 def test_every_route_is_described() -> None:

@@ -15,8 +15,8 @@ import ray
 from ray import serve
 
 from deployments.names import APPLICATION, CODEC, deployment_name
-from deployments.service.flow import DeployedStudio
-from deployments.service.interface import Media, Output, Preview, StudioEvent
+from deployments.service.flow import DeployedService
+from deployments.service.interface import Media, Output, Preview, ServiceEvent
 from deployments.service.readiness import Readiness
 from deployments.service.run import StageHandles
 from pipelines.request import MediaRequest
@@ -38,7 +38,7 @@ def ended(request: MediaRequest) -> bool:
     return {0, 1} == {line["rank"] for line in lines if line["request_id"] == request.request_id}
 
 
-async def read_late(events: AsyncGenerator[StudioEvent], is_over: Callable[[], bool]) -> list[StudioEvent]:
+async def read_late(events: AsyncGenerator[ServiceEvent], is_over: Callable[[], bool]) -> list[ServiceEvent]:
     """Read the first event, then block this process until the job is over."""
     seen = [await anext(events)]
     wait_until(is_over, "the job ends on its ranks")  # this blocks the thread's event loop
@@ -47,8 +47,8 @@ async def read_late(events: AsyncGenerator[StudioEvent], is_over: Callable[[], b
 
 async def test_latents_that_are_read_late_are_there(handles: dict[str, Any], models: dict[str, Path]) -> None:
     request = replace(bare_request(models, partial_images=3)[0], request_id="late")
-    studio = DeployedStudio({}, {PICTURES: StageHandles(**handles)}, Readiness({PICTURES: ()}))
-    events = await read_late(studio.perform(request, Output(format="png")), lambda: ended(request))
+    service = DeployedService({}, {PICTURES: StageHandles(**handles)}, Readiness({PICTURES: ()}))
+    events = await read_late(service.perform(request, Output(format="png")), lambda: ended(request))
     assert [event.index for event in events if isinstance(event, Preview)] == [0, 1, 2]
     assert isinstance(events[-1], Media)
     jobs = {line["gang_job_id"] for line in log_lines("job begins") if line["request_id"] == request.request_id}

@@ -9,7 +9,7 @@ from typing import Literal
 
 from deployments.clips.database import ClipRecord
 from deployments.http.answers import Video, VideoEvent
-from deployments.http.lookout import Lookout
+from deployments.http.clip_poller import ClipPoller
 
 EventName = Literal["video.progress", "video.completed", "video.failed"]
 ENDS: dict[str, EventName] = {"completed": "video.completed", "failed": "video.failed"}
@@ -18,7 +18,7 @@ ETA_NOTICED, ETA_NOTICED_S = 0.1, 1.0
 
 
 async def video_events(
-    lookout: Lookout, clip: ClipRecord | None, place: AbstractContextManager[None] | None = None
+    poller: ClipPoller, clip: ClipRecord | None, place: AbstractContextManager[None] | None = None
 ) -> AsyncGenerator[VideoEvent, None]:
     """Yield what changes about the clip, by the database: it may be made in another process.
 
@@ -35,7 +35,7 @@ async def video_events(
             if last_sent is None or is_news(video, last_sent, time.monotonic() - sent_s):
                 yield VideoEvent(type="video.progress", video=video)
                 last_sent, sent_s = video, time.monotonic()
-            clip = await lookout.next_look(clip.id)
+            clip = await poller.next_poll(clip.id)
         yield VideoEvent(type="video.deleted", video=None)
 
 

@@ -35,7 +35,7 @@ from deployments.http.streams import STREAM_HEADERS, ClientGoneError, Event, sta
 from deployments.requests.bodies import ImageBody
 from deployments.requests.images import ImageRequest
 from deployments.requests.rules import Requester, ResolvedRequest
-from deployments.service.interface import Media, Preview, Progress, Queued, StudioEvent
+from deployments.service.interface import Media, Preview, Progress, Queued, ServiceEvent
 
 
 async def draw(
@@ -155,21 +155,21 @@ class Drawing:
             raise answer from failure
 
     @asynccontextmanager
-    async def _performed(self) -> AsyncIterator[AsyncIterator[tuple[int, StudioEvent]]]:
+    async def _performed(self) -> AsyncIterator[AsyncIterator[tuple[int, ServiceEvent]]]:
         """Yield the events of all pictures, which are made side by side, each with its index.
 
         At the end of the block all are closed. The first failure is raised. LimitReachedError, AccountsUnavailableError
         or ApiError if the limits of the key or the server do not allow them.
         """
-        studio, pictures, first = self.context.studio, self.pictures, self.pictures.first
+        service, pictures, first = self.context.service, self.pictures, self.pictures.first
         num, num_bytes = len(pictures.requests), pictures.pictures.num_bytes
         async with self.context.key_limits.taken(first.key, num):
             with self.context.admission.taken(first.model, num, num_bytes, self.gang_in_s):
-                performed = (studio.perform(one, pictures.output, pictures.pictures) for one in pictures.requests)
+                performed = (service.perform(one, pictures.output, pictures.pictures) for one in pictures.requests)
                 async with aclosing(merge(*performed)) as events:
                     yield events
 
-    def _translated(self, index: int, event: StudioEvent) -> list[Event]:
+    def _translated(self, index: int, event: ServiceEvent) -> list[Event]:
         """Return the events of the API for one of the picture ``index``."""
         pictures, wants_progress = self.pictures, self.pictures.body.stream_progress
         match event:

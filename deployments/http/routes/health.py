@@ -29,14 +29,14 @@ def health_routes(context: ApiContext) -> APIRouter:
     )
     async def read_health() -> JSONResponse:
         """200 if every model can take requests, else 503 with the reasons."""
-        reasons = await context.studio.not_ready(HEALTH_MAX_AGE_S)
-        models = dict.fromkeys(context.studio.cards(), "ready") | dict(reasons)
+        reasons = await context.service.not_ready(HEALTH_MAX_AGE_S)
+        models = dict.fromkeys(context.service.cards(), "ready") | dict(reasons)
         ready = bool(models) and not reasons
         storage = str(await context.clips.storage_problem() or "ok")
         health = Health(status="ready" if ready else "not_ready", models=models, storage=storage)
         if ready:
             return JSONResponse(health.model_dump())
-        wait_s = max((context.studio.retry_after_s(model) for model in reasons), default=0.0)
+        wait_s = max((context.service.retry_after_s(model) for model in reasons), default=0.0)
         return JSONResponse(health.model_dump(), 503, retry_after(wait_s))
 
     return router
@@ -67,7 +67,7 @@ def model_routes(context: ApiContext) -> APIRouter:
     @router.get("/v1/models", responses=error_documents(401, 503))
     async def list_models(requester: Requester = authorized) -> ModelList:
         """List the served models."""
-        await context.studio.look()
+        await context.service.look()
         cards = await context.cards(requester)
         return ModelList(data=[model for card in cards.values() for model in Model.all_of(card)])
 
@@ -76,7 +76,7 @@ def model_routes(context: ApiContext) -> APIRouter:
         """One model, by its name or an alias: its kind, defaults, limits, and prompts to begin with."""
         if not model.strip("/"):
             raise HTTPException(404)
-        await context.studio.look()
+        await context.service.look()
         card = find_card(await context.cards(requester), model)
         lora = split_name(model)[1]
         if lora is None:

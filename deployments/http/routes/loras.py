@@ -144,7 +144,7 @@ def lora_routes(context: ApiContext) -> APIRouter:
             raise ApiError(403, message, param="lora_id", code="lora_of_other_key")
         await context.loras.remove(record.id)
         await asyncio.to_thread(context.loras.touch, record.id)
-        await context.studio.remove_lora(record.model, context.loras.lora(record))
+        await context.service.remove_lora(record.model, context.loras.lora(record))
         await context.loras.sweep()
         return Response(status_code=204)
 
@@ -291,7 +291,7 @@ class NewLora:
 
     async def _load(self, model: str, lora: Lora) -> None:
         try:
-            await self.context.studio.load_lora(model, lora)
+            await self.context.service.load_lora(model, lora)
         except ValueError as error:
             raise RequestError(str(error), self._param(getattr(error, "field", "file"))) from None
 
@@ -311,11 +311,11 @@ class NewLora:
 
     async def _undo(self, record: LoraRecord) -> None:
         await self.context.loras.remove(record.id)
-        await self.context.studio.remove_lora(record.model, self.context.loras.lora(record))
+        await self.context.service.remove_lora(record.model, self.context.loras.lora(record))
         await asyncio.to_thread(self.context.loras.discard, record.id)
 
     def _card(self) -> ModelCard:
-        return find_card(self.context.studio.cards(), self.body.model)
+        return find_card(self.context.service.cards(), self.body.model)
 
     async def _check_name(self) -> None:
         """Raise ApiError 409 if the requester can name an adapter or a recipe so already."""

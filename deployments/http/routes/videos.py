@@ -152,7 +152,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         clip = await find_clip(context, requester, video_id)
         if is_head(request):
             return EventSourceResponse((), headers=STREAM_HEADERS)
-        events = video_events(context.lookout, clip, context.admission.watcher())
+        events = video_events(context.poller, clip, context.admission.watcher())
         return await start_stream(events, request.receive, context.settings)
 
     return router
@@ -183,7 +183,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
     ) -> Video:
         """Queue a clip that is made of the completed clip in the path: by its model, if that takes clips."""
         source = await find_clip(context, requester, video_id)
-        adapt = partial(as_remix, source=source, cards=context.studio.cards())
+        adapt = partial(as_remix, source=source, cards=context.service.cards())
         clip = await submit_clip(context, request, requester, idempotency_key, adapt=adapt)
         return told(clip, response)
 
@@ -291,7 +291,7 @@ def told(clip: ClipRecord, response: Response) -> Video:
 
 async def wait_for_end(context: ApiContext, requester: Requester, video_id: str) -> ClipRecord:
     """Return the clip once it is completed. ApiError if it failed or was deleted."""
-    async for event in video_events(context.lookout, await context.clips.get(video_id)):
+    async for event in video_events(context.poller, await context.clips.get(video_id)):
         if event.type == "video.deleted":
             break
     clip = await find_clip(context, requester, video_id)

@@ -18,7 +18,7 @@ from benchmarks.faults.clients import STORM_SIZE, Clients, End, Outcome, Visit, 
 from benchmarks.faults.kills import Killer
 from benchmarks.faults.storm import draw_references, ride_out, summary, was_cut_by_kill
 from tests.deployments.http.conftest import build, serving
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 ALIASES: dict[str, tuple[str, ...]] = {
@@ -29,14 +29,14 @@ ALIASES: dict[str, tuple[str, ...]] = {
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(step_s=0.001, takes_pictures=True, aliases=ALIASES)
+def service() -> FakeService:
+    return FakeService(step_s=0.001, takes_pictures=True, aliases=ALIASES)
 
 
 @pytest.fixture
-async def clients(studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Clients]:
+async def clients(service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Clients]:
     monkeypatch.setattr("benchmarks.faults.clients.POLL_S", 0.02)
-    with serving(build(studio, tmp_path)) as url:
+    with serving(build(service, tmp_path)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=None) as http:
             clients = Clients(http=http, keys=("",), hang_s=PATIENCE_S)
             await draw_references(clients)
@@ -67,7 +67,7 @@ async def test_nothing_is_lost_where_nothing_breaks(clients: Clients) -> None:
     assert not clients.clips, "every clip was followed to its end"
 
 
-async def test_what_breaks_is_lost(clients: Clients, studio: FakeStudio) -> None:
+async def test_what_breaks_is_lost(clients: Clients, service: FakeService) -> None:
     clients.references["/v1/images/generations", 0] = b"other bytes"
 
     def fail(request: object) -> None:
@@ -76,7 +76,7 @@ async def test_what_breaks_is_lost(clients: Clients, studio: FakeStudio) -> None
     turns = [turn for turn in drawn_turns(40, "shortest", 1, seed=3) if len(turn) == 1 and turn[0].stays_s is None]
     outcomes = await ride_out(clients, [turn for turn in turns if turn[0].leaves_at is None], 4, lambda line: None)
     assert {one.end for one in outcomes if one.kind in ("picture", "stream")} == {"right", "wrong_bytes"}
-    studio.before = fail
+    service.before = fail
     pictures = [turn for turn in turns if turn[0].kind == "picture"]
     outcomes = await ride_out(clients, pictures, 4, lambda line: None)
     assert Counter(one.end for one in outcomes) == {"no_reason": len(pictures)}

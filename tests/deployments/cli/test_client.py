@@ -22,13 +22,13 @@ from pipelines.request import InputPicture, Lora, MediaRequest
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.http.routes.test_video_inputs import FILE as CLIP
 from tests.deployments.support.commands import assert_one_line, troupe
-from tests.deployments.support.fake_studio import CHANGED_CLIPS, FakeStudio, colour
+from tests.deployments.support.fake_service import CHANGED_CLIPS, FakeService, colour
 from tests.deployments.support.files import file_of, noise
 from tests.deployments.support.live import pixels_of
 
 
 def test_a_picture_is_streamed(tmp_path: Path) -> None:
-    with serving(build(FakeStudio(), tmp_path)) as url, Client(url) as client:
+    with serving(build(FakeService(), tmp_path)) as url, Client(url) as client:
         *steps, result = client.picture({"prompt": "a", "seed": 5, "num_inference_steps": 3})
     assert [step.step for step in steps if isinstance(step, Progress)] == [1, 2, 3]
     assert isinstance(result, Result)
@@ -37,7 +37,7 @@ def test_a_picture_is_streamed(tmp_path: Path) -> None:
 
 def test_several_pictures_are_files_of_their_own(tmp_path: Path) -> None:
     out = tmp_path / "new" / "circle.png"
-    with serving(build(FakeStudio(), tmp_path)) as url:
+    with serving(build(FakeService(), tmp_path)) as url:
         args = ("--n", "3", "--seed", "5", "--steps", "2", "--out", str(out), "--url", f"{url}/v1")
         result = troupe("generate", "a red circle", *args)
         assert result.exit_code == 0, result.output
@@ -53,7 +53,7 @@ def test_several_pictures_are_files_of_their_own(tmp_path: Path) -> None:
 def test_words_are_printed_as_they_are(tmp_path: Path) -> None:
     """A terminal's library gives brackets and colons a meaning."""
     prompt, out = "a sign: [/open] [red] :cat:", tmp_path / "a[final].png"
-    with serving(build(FakeStudio(), tmp_path)) as url:
+    with serving(build(FakeService(), tmp_path)) as url:
         result = troupe("generate", prompt, "--steps", "2", "--out", str(out), "--url", url)
     assert result.exit_code == 0, result.output
     assert f"fake-pictures: {prompt}" in result.output
@@ -61,7 +61,7 @@ def test_words_are_printed_as_they_are(tmp_path: Path) -> None:
 
 
 def test_several_clips_are_refused(tmp_path: Path) -> None:
-    with serving(build(FakeStudio(), tmp_path)) as url:
+    with serving(build(FakeService(), tmp_path)) as url:
         args = ("--model", "fake-clips", "--n", "2", "--out", "a.mp4", "--url", url)
         assert_one_line(troupe("generate", "a red circle", *args), "--n is for pictures")
 
@@ -79,9 +79,9 @@ def test_why_a_picture_failed_is_told(tmp_path: Path, failing_step: int) -> None
         if step == failing_step:
             raise GangBrokenError("rank 0 died")
 
-    studio = FakeStudio(before=fail, at_step=fail)
+    service = FakeService(before=fail, at_step=fail)
     with (
-        serving(build(studio, tmp_path)) as url,
+        serving(build(service, tmp_path)) as url,
         Client(url) as client,
         pytest.raises(RefusedError, match="rank 0 died"),
     ):
@@ -89,18 +89,18 @@ def test_why_a_picture_failed_is_told(tmp_path: Path, failing_step: int) -> None
 
 
 def test_pictures_are_sent_as_files(tmp_path: Path) -> None:
-    studio, out = FakeStudio(takes_pictures=True), tmp_path / "out.png"
+    service, out = FakeService(takes_pictures=True), tmp_path / "out.png"
     first, second = noise(48, 32, seed=1), noise(32, 48, seed=2)
     for name, image in (("a.png", first), ("b", second), ("mask.png", first.convert("RGBA"))):
         (tmp_path / name).write_bytes(file_of(image))
-    with serving(build(studio, tmp_path)) as url:
+    with serving(build(service, tmp_path)) as url:
         first_file, second_file, mask_file = (str(tmp_path / name) for name in ("a.png", "b", "mask.png"))
         files = ("--image", first_file, "--image", second_file, "--mask", mask_file)
         args = ("--strength", "0.5", "--seed", "5", "--n", "2", "--out", str(out), "--url", url)
         result = troupe("generate", "ein grüner Kreis", *files, *args)
         assert result.exit_code == 0, result.output
         assert "fake-edits: ein grüner Kreis" in result.output
-    request, inputs = studio.performed[0], studio.inputs[0]
+    request, inputs = service.performed[0], service.inputs[0]
     assert (request.prompt, request.strength, request.seed) == ("ein grüner Kreis", 0.5, 5)
     assert inputs.pictures == (InputPicture.of(first), InputPicture.of(second))
     assert inputs.mask is not None
@@ -110,20 +110,20 @@ def test_pictures_are_sent_as_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize("with_picture", [False, True], ids=["json", "form"])
 def test_adapters_are_sent(tmp_path: Path, with_picture: bool) -> None:
     model = "fake-edits" if with_picture else "fake-pictures"
-    studio = FakeStudio(takes_pictures=True, loras={model: (Lora(name="ink"), Lora(name="oil", scale=0.3))})
+    service = FakeService(takes_pictures=True, loras={model: (Lora(name="ink"), Lora(name="oil", scale=0.3))})
     (tmp_path / "a.png").write_bytes(file_of(noise(48, 32)))
-    with serving(build(studio, tmp_path)) as url:
+    with serving(build(service, tmp_path)) as url:
         args = ("--model", f"{model}:oil", "--lora", "ink:0.5", "--out", str(tmp_path / "b.png"), "--url", url)
         picture = ("--image", str(tmp_path / "a.png")) if with_picture else ()
         result = troupe("generate", "a red circle", *args, *picture)
         assert result.exit_code == 0, result.output
-    assert studio.performed[0].loras == (Lora(name="ink", scale=0.5), Lora(name="oil", scale=0.3))
+    assert service.performed[0].loras == (Lora(name="ink", scale=0.5), Lora(name="oil", scale=0.3))
 
 
 def test_a_mask_that_is_needed_or_of_no_use_is_told_before_anything_is_sent(tmp_path: Path) -> None:
-    studio, file = FakeStudio(only_inpaints=True), str(tmp_path / "a.png")
+    service, file = FakeService(only_inpaints=True), str(tmp_path / "a.png")
     Path(file).write_bytes(file_of(noise(48, 32)))
-    with serving(build(studio, tmp_path)) as url:
+    with serving(build(service, tmp_path)) as url:
         for model, args, told in (
             ("fake-inpaints", (), "paints what a mask marks in a picture: add --image FILE --mask FILE"),
             ("fake-inpaints", ("--image", file), "paints what a mask marks in a picture: add --mask FILE"),
@@ -135,13 +135,13 @@ def test_a_mask_that_is_needed_or_of_no_use_is_told_before_anything_is_sent(tmp_
             assert_one_line(troupe("generate", "a", *args, *out), told)
         whole = ("--image", file, "--mask", file, "--out", str(tmp_path / "b.png"), "--url", url)
         assert troupe("generate", "a", *whole).exit_code == 0
-    assert [request.model for request in studio.performed] == ["fake-inpaints"]
+    assert [request.model for request in service.performed] == ["fake-inpaints"]
 
 
 def test_a_clip_begins_with_a_picture(tmp_path: Path) -> None:
-    studio, picture = FakeStudio(takes_pictures=True), noise(48, 32)
+    service, picture = FakeService(takes_pictures=True), noise(48, 32)
     (tmp_path / "a.png").write_bytes(file_of(picture))
-    with serving(build(studio, tmp_path)) as url:
+    with serving(build(service, tmp_path)) as url:
         args = ("--model", "fake-begun-clips", "--image", str(tmp_path / "a.png"), "--out", str(tmp_path / "a.mp4"))
         assert troupe("generate", "a red circle", *args, "--url", url).exit_code == 0
         for option, told in (
@@ -149,39 +149,39 @@ def test_a_clip_begins_with_a_picture(tmp_path: Path) -> None:
             ("--control-image", "--control-image is for pictures"),
         ):
             assert_one_line(troupe("generate", "a", *args, option, args[3], "--url", url), told)
-    assert [inputs.pictures for inputs in studio.inputs] == [(InputPicture.of(picture),)]
+    assert [inputs.pictures for inputs in service.inputs] == [(InputPicture.of(picture),)]
 
 
 def test_a_mask_of_a_clip_goes_to_the_model_that_takes_it(tmp_path: Path) -> None:
-    studio = FakeStudio(takes_clips=True, defaults={"masked": replace(CHANGED_CLIPS, masks_video=True)})
+    service = FakeService(takes_clips=True, defaults={"masked": replace(CHANGED_CLIPS, masks_video=True)})
     file = tmp_path / "a.mp4"
     file.write_bytes(CLIP)
-    with serving(build(studio, tmp_path)) as url:
+    with serving(build(service, tmp_path)) as url:
         args = ("--mask", str(file), "--out", str(tmp_path / "b.mp4"), "--url", url)
         result = troupe("generate", "a", "--video", str(file), *args)
         assert result.exit_code == 0, result.output
         told = "--mask says where a clip is made anew: add --video FILE"
         assert_one_line(troupe("generate", "a", "--model", "masked", *args), told)
-    (request,), (inputs,) = studio.performed, studio.inputs
+    (request,), (inputs,) = service.performed, service.inputs
     assert (request.model, request.has_mask) == ("masked", True)
     assert inputs.video_mask == inputs.video
 
 
 def test_clips_and_controls_go_to_the_models_that_take_them(tmp_path: Path) -> None:
-    studio, control = FakeStudio(takes_clips=True, takes_control=True), noise(48, 32)
+    service, control = FakeService(takes_clips=True, takes_control=True), noise(48, 32)
     (tmp_path / "a.mp4").write_bytes(CLIP)
     (tmp_path / "a.png").write_bytes(file_of(control))
-    with serving(build(studio, tmp_path)) as url:
+    with serving(build(service, tmp_path)) as url:
         for option, name in (("--video", "a.mp4"), ("--control-image", "a.png")):
             out = str(tmp_path / f"out-{name}")
             result = troupe("generate", "a", option, str(tmp_path / name), "--out", out, "--url", url)
             assert result.exit_code == 0, result.output
         clip = ("--video", str(tmp_path / "a.mp4"), "--out", str(tmp_path / "b.png"), "--url", url)
         assert_one_line(troupe("generate", "a", *clip), "b.png is a picture: --video is for clips")
-    assert [request.model for request in studio.performed] == ["fake-changed-clips", "fake-controlled"]
-    changed, controlled = studio.inputs
+    assert [request.model for request in service.performed] == ["fake-changed-clips", "fake-controlled"]
+    changed, controlled = service.inputs
     assert changed.video is not None
-    assert changed.video.num_frames == studio.performed[0].num_video_frames == 9
+    assert changed.video.num_frames == service.performed[0].num_video_frames == 9
     assert controlled.control == InputPicture.of(control)
 
 
@@ -293,6 +293,6 @@ def test_who_leaves_deletes_the_clip() -> None:
     ids=["no file", "no number", "no adapter", "no picture", "words alone"],
 )
 def test_what_cannot_go_along_is_told(tmp_path: Path, options: tuple[str, ...], message: str) -> None:
-    with serving(build(FakeStudio(takes_pictures=True), tmp_path)) as url:
+    with serving(build(FakeService(takes_pictures=True), tmp_path)) as url:
         result = troupe("generate", "a red circle", *options, "--out", str(tmp_path / "a.png"), "--url", url)
     assert_one_line(result, message)

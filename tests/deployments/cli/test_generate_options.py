@@ -15,7 +15,7 @@ from deployments.http.answers import Model
 from deployments.requests.model_choice import Needs
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
-from tests.deployments.support.fake_studio import (
+from tests.deployments.support.fake_service import (
     BEGUN_CLIPS,
     BOTH,
     CHANGED_CLIPS,

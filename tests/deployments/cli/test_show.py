@@ -21,7 +21,7 @@ from pipelines.media.metadata import MetadataWriter
 from pipelines.media.provenance import Credentials, ManifestWriter
 from pipelines.request import Lora, MediaRequest
 from tests.deployments.support.commands import assert_one_line, troupe
-from tests.deployments.support.fake_studio import CLIPS, PICTURES
+from tests.deployments.support.fake_service import CLIPS, PICTURES
 from tests.support.certificates import Authority
 
 FORMATS = ("png", "jpeg", "webp", "mp4")

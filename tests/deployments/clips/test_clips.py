@@ -28,19 +28,19 @@ from pipelines.recipes import Recipe
 from pipelines.request import NO_PICTURES, Lora
 from pipelines.solver import Solver, SolverLimits
 from tests.deployments.clips.support.runs import REQUEST, Looking, data_of, ended, failure_of, running, started, the
-from tests.deployments.support.fake_studio import CLIPS, FailingStudio, FakeStudio, clip
+from tests.deployments.support.fake_service import CLIPS, FailingService, FakeService, clip
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
 
 async def test_stop_and_start_again(tmp_path: Path, database_url: str) -> None:
-    studio = FakeStudio(step_s=1000)
-    async with running(studio, tmp_path, database_url=database_url) as clips:
+    service = FakeService(step_s=1000)
+    async with running(service, tmp_path, database_url=database_url) as clips:
         record = await clips.submit(REQUEST, "1")
-        await started(studio)
-    assert len(studio.closed) == 1
-    second = FakeStudio()
+        await started(service)
+    assert len(service.closed) == 1
+    second = FakeService()
     async with running(second, tmp_path, database_url=database_url) as clips:
         assert (await ended(clips, record.id)).status == "completed"
         assert await data_of(clips, record.id) == clip(REQUEST)
@@ -81,7 +81,7 @@ async def test_a_clip_that_the_model_takes_no_longer_fails_by_the_rule(
     tmp_path: Path, asked: dict[str, Any], change: dict[str, Any], reason: str | None
 ) -> None:
     """The model's configuration changed between two starts."""
-    first = FakeStudio(**ALL, reasons={"fake-clips": "not now"})
+    first = FakeService(**ALL, reasons={"fake-clips": "not now"})
     request = REQUEST if "recipe" in asked else replace(REQUEST, **asked)
     if "recipe" in asked:
         card = first.cards()["fake-clips"]
@@ -89,7 +89,7 @@ async def test_a_clip_that_the_model_takes_no_longer_fails_by_the_rule(
         request = RequestRules(card).check(body, NO_PICTURES, Requester(request_id="r"))
     async with running(first, tmp_path) as clips:
         record = await clips.submit(request, "1")
-    second = FakeStudio(**(ALL | change))
+    second = FakeService(**(ALL | change))
     async with running(second, tmp_path) as clips:
         end = await ended(clips, record.id)
         if reason is None:
@@ -106,23 +106,23 @@ async def test_a_deadline_does_not_go_by_a_clock_that_is_set(tmp_path: Path, mon
     """The clock jumps two hours forward after the clip's record was written."""
     jumped = SimpleNamespace(time=lambda: time.time() + 7200, monotonic=time.monotonic)
     monkeypatch.setattr(attempt, "time", jumped)
-    studio = FakeStudio()
-    async with running(studio, tmp_path) as clips:
+    service = FakeService()
+    async with running(service, tmp_path) as clips:
         clip_id, admission = await clips.begin(replace(REQUEST, deadline_s=600.0), "1")
         await admission
         await ended(clips, clip_id)
-    assert studio.performed[0].waited_s < 600
+    assert service.performed[0].waited_s < 600
 
 
 async def test_a_clip_that_was_begun_between_two_stops_is_queued_again(tmp_path: Path) -> None:
     """A request may be running when the server begins to stop."""
-    studio = FakeStudio(step_s=1000)
-    async with running(studio, tmp_path) as clips:
+    service = FakeService(step_s=1000)
+    async with running(service, tmp_path) as clips:
         await clips.stop()
         clip_id, _ = await clips.begin(REQUEST, "1")
-        await started(studio)
-    assert len(studio.closed) == 1
-    async with running(FakeStudio(reasons={"fake-clips": "not now"}), tmp_path) as clips:
+        await started(service)
+    assert len(service.closed) == 1
+    async with running(FakeService(reasons={"fake-clips": "not now"}), tmp_path) as clips:
         record = await the(clips, clip_id)
     assert (record.status, record.attempts) == ("queued", 0)
 
@@ -130,7 +130,7 @@ async def test_a_clip_that_was_begun_between_two_stops_is_queued_again(tmp_path:
 KILLED = """
     import asyncio, os, pathlib, sys
     sys.path.insert(0, {root!r})
-    from tests.deployments.support.fake_studio import FailingStudio, FakeStudio
+    from tests.deployments.support.fake_service import FailingService, FakeService
     from tests.deployments.clips.support.runs import REQUEST, running
 
     def die(request, step):
@@ -139,7 +139,7 @@ KILLED = """
 
     async def main():
         place = {{"database_url": {url!r}, "lease_s": 3600}}
-        async with running(FakeStudio(at_step=die), pathlib.Path({folder!r}), **place) as clips:
+        async with running(FakeService(at_step=die), pathlib.Path({folder!r}), **place) as clips:
             await clips.submit(REQUEST, "1")
             await asyncio.Event().wait()
 
@@ -152,7 +152,7 @@ async def test_kill_9_in_the_middle_of_a_clip(tmp_path: Path, clock: SimpleNames
     code = textwrap.dedent(KILLED.format(root=root, folder=str(tmp_path), url=database_url))
     process = await asyncio.to_thread(subprocess.run, [sys.executable, "-c", code], timeout=PATIENCE_S)
     assert process.returncode == -9
-    first, second = FakeStudio(), FakeStudio()
+    first, second = FakeService(), FakeService()
     place = {"database_url": database_url}
     async with running(first, tmp_path, **place) as clips, running(second, tmp_path, **place):
         (record,), _ = await clips.page(after=None, limit=10, ascending=True)
@@ -164,18 +164,18 @@ async def test_kill_9_in_the_middle_of_a_clip(tmp_path: Path, clock: SimpleNames
     assert len(first.performed + second.performed) == 1, "one of the two remaining replicas"
 
 
-async def outcome(studio: FakeStudio, folder: Path) -> ClipRecord:
-    async with running(studio, folder) as clips:
+async def outcome(service: FakeService, folder: Path) -> ClipRecord:
+    async with running(service, folder) as clips:
         return await ended(clips, (await clips.submit(REQUEST, "1")).id)
 
 
 async def test_tried_again_after_a_passing_failure(tmp_path: Path) -> None:
-    record = await outcome(FailingStudio(RuntimeError("x"), QueueFullError(9, 0.05), OSError("y")), tmp_path)
+    record = await outcome(FailingService(RuntimeError("x"), QueueFullError(9, 0.05), OSError("y")), tmp_path)
     assert (record.status, record.attempts, record.error) == ("completed", 3, None)
 
 
 async def test_a_deployment_that_is_away_is_no_attempt(tmp_path: Path) -> None:
-    record = await outcome(FailingStudio(*[ModelUnavailableError("no denoiser took it", 0.02)] * 5), tmp_path)
+    record = await outcome(FailingService(*[ModelUnavailableError("no denoiser took it", 0.02)] * 5), tmp_path)
     assert (record.status, record.attempts) == ("completed", 1)
 
 
@@ -189,7 +189,7 @@ async def test_a_deployment_that_is_away_is_no_attempt(tmp_path: Path) -> None:
     ],
 )
 async def test_given_up(tmp_path: Path, failures: list[Exception], code: str, attempts: int, message: str) -> None:
-    record = await outcome(FailingStudio(*failures), tmp_path)
+    record = await outcome(FailingService(*failures), tmp_path)
     assert (record.status, failure_of(record).code, record.attempts) == ("failed", code, attempts)
     assert message in failure_of(record).message
     assert "secret" not in failure_of(record).message
@@ -197,35 +197,35 @@ async def test_given_up(tmp_path: Path, failures: list[Exception], code: str, at
 
 async def test_clip_that_kills_the_application(tmp_path: Path, clock: SimpleNamespace) -> None:
     """Its claim expires again and again without an outcome."""
-    studio = FakeStudio()
-    async with running(studio, tmp_path, lease_s=10.0) as clips:
-        studio.reasons["fake-clips"] = "not now"
+    service = FakeService()
+    async with running(service, tmp_path, lease_s=10.0) as clips:
+        service.reasons["fake-clips"] = "not now"
         record = await clips.submit(REQUEST, "1")
         claims = clips._runner._claims
         for _ in range(3):
             claim = await claims.take(["fake-clips"])
             assert claim is not None
             clock.now_s += 11.0
-        studio.reasons.clear()
+        service.reasons.clear()
         record = await ended(clips, record.id)
     assert (record.status, failure_of(record).code) == ("failed", "gave_up")
     assert "3 times" in failure_of(record).message
-    assert studio.performed == []
+    assert service.performed == []
 
 
 async def test_models_that_are_not_ready_wait(tmp_path: Path) -> None:
-    studio = Looking(reasons={"fake-clips": "loading"})
-    async with running(studio, tmp_path) as clips:
+    service = Looking(reasons={"fake-clips": "loading"})
+    async with running(service, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1")
-        await studio.looked()
+        await service.looked()
         assert (await the(clips, record.id)).status == "queued"
-        studio.reasons.clear()
+        service.reasons.clear()
         assert (await ended(clips, record.id)).status == "completed"
 
 
 async def test_queue_limit(tmp_path: Path) -> None:
-    studio = FakeStudio(reasons={"fake-clips": "loading"})
-    async with running(studio, tmp_path, max_waiting_videos=2) as clips:
+    service = FakeService(reasons={"fake-clips": "loading"})
+    async with running(service, tmp_path, max_waiting_videos=2) as clips:
         for _ in range(2):
             await clips.submit(REQUEST, "1")
         with pytest.raises(QueueFullError, match="2 jobs are waiting"):
@@ -233,8 +233,8 @@ async def test_queue_limit(tmp_path: Path) -> None:
 
 
 async def test_queue_limit_of_those_that_come_at_once(tmp_path: Path) -> None:
-    studio = FakeStudio(reasons={"fake-clips": "loading"})
-    async with running(studio, tmp_path, max_waiting_videos=2) as clips:
+    service = FakeService(reasons={"fake-clips": "loading"})
+    async with running(service, tmp_path, max_waiting_videos=2) as clips:
         outcomes = await asyncio.gather(*(clips.submit(REQUEST, "1") for _ in range(5)), return_exceptions=True)
         assert [type(one) for one in outcomes].count(QueueFullError) == 3
         queued, _ = await clips.page(after=None, limit=10, ascending=True)
@@ -242,18 +242,18 @@ async def test_queue_limit_of_those_that_come_at_once(tmp_path: Path) -> None:
 
 
 async def test_side_by_side_up_to_the_limit(tmp_path: Path) -> None:
-    studio = FakeStudio(step_s=1000)
-    async with running(studio, tmp_path, max_concurrent_videos=2) as clips:
+    service = FakeService(step_s=1000)
+    async with running(service, tmp_path, max_concurrent_videos=2) as clips:
         for _ in range(3):
             await clips.submit(REQUEST, "1")
-        await started(studio, 2)
+        await started(service, 2)
         await asyncio.sleep(0.2)
-        assert len(studio.performed) == 2
+        assert len(service.performed) == 2
 
 
 async def test_old_clips_are_swept(tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deployments.clips.clips.SWEEP_EVERY_S", 0.05)
-    async with running(FakeStudio(), tmp_path, keep_videos_s=3600.0) as clips:
+    async with running(FakeService(), tmp_path, keep_videos_s=3600.0) as clips:
         record = await clips.submit(REQUEST, "1")
         await ended(clips, record.id)
         assert await data_of(clips, record.id, "thumbnail")
@@ -264,8 +264,8 @@ async def test_old_clips_are_swept(tmp_path: Path, clock: SimpleNamespace, monke
 
 
 async def test_a_database_that_is_away_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    studio = FakeStudio()
-    async with running(studio, tmp_path) as clips:
+    service = FakeService()
+    async with running(service, tmp_path) as clips:
         calls = 0
 
         async def not_ready() -> dict[str, str]:
@@ -275,6 +275,6 @@ async def test_a_database_that_is_away_for_a_while(tmp_path: Path, monkeypatch: 
                 raise OSError("away")
             return {}
 
-        monkeypatch.setattr(studio, "not_ready", not_ready)
+        monkeypatch.setattr(service, "not_ready", not_ready)
         record = await clips.submit(REQUEST, "1")
         assert (await ended(clips, record.id)).status == "completed"

@@ -17,7 +17,7 @@ from pipelines.request import Lora
 from pipelines.solver import Solver
 from tests.deployments.clips.support.runs import REQUEST, ended, running
 from tests.deployments.clips.test_claims import TIMINGS
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 TAKES_S = 10.0
 NOW_S = 1000.0
@@ -119,11 +119,11 @@ def test_the_longest_key_fits_its_column() -> None:
 
 
 async def test_what_was_made_before_a_restart_is_known(tmp_path: Path, clock: SimpleNamespace) -> None:
-    studio = FakeStudio()
-    async with running(studio, tmp_path) as clips:
+    service = FakeService()
+    async with running(service, tmp_path) as clips:
         before = await ended(clips, (await clips.submit(REQUEST, "1")).id)
-    studio.reasons["fake-clips"] = "loading"
-    async with running(studio, tmp_path) as clips:
+    service.reasons["fake-clips"] = "loading"
+    async with running(service, tmp_path) as clips:
         clip = await clips.submit(REQUEST, "1")
     assert before.timings is not None
     assert clip.eta_at_s == pytest.approx(clock.now_s + before.timings.total_s - before.timings.queue_s)

@@ -15,7 +15,7 @@ from engines.gang.errors import GangBrokenError
 from pipelines.request import InputPicture, InputPictures, InputSound, InputVideo, MediaRequest
 from tests.deployments.clips.support.runs import REQUEST as WORDS
 from tests.deployments.clips.support.runs import ended, failure_of, running, started
-from tests.deployments.support.fake_studio import CLIPS, FakeStudio
+from tests.deployments.support.fake_service import CLIPS, FakeService
 from tests.deployments.support.files import noise
 from tests.support.patience import PATIENCE_S
 from tests.support.processes import paths_in
@@ -44,8 +44,8 @@ TAKES = replace(CLIPS, max_pictures=2, masks_video=True, max_video_frames=5, tak
 TAKES = replace(TAKES, max_videos=3, video_sound_rate=8000)
 
 
-def studio_of_inputs(**settings: Any) -> FakeStudio:
-    return FakeStudio(defaults={"fake-clips": TAKES}, **settings)
+def service_of_inputs(**settings: Any) -> FakeService:
+    return FakeService(defaults={"fake-clips": TAKES}, **settings)
 
 
 def input_files(folder: Path) -> list[str]:
@@ -56,13 +56,13 @@ KEPT = ["input-0.png", "input-1.png", "input-sound-0.f32", "input-sound-2.f32"]
 KEPT += ["input-video-1.rgb", "input-video-2.rgb", "input-video-mask.rgb", "input-video.rgb"]
 
 
-async def test_they_reach_the_studio_and_are_gone_at_the_end(tmp_path: Path) -> None:
-    studio = studio_of_inputs()
-    async with running(studio, tmp_path) as clips:
+async def test_they_reach_the_service_and_are_gone_at_the_end(tmp_path: Path) -> None:
+    service = service_of_inputs()
+    async with running(service, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         assert record.request == REQUEST
         assert (await ended(clips, record.id)).status == "completed"
-        assert studio.inputs == [INPUTS]
+        assert service.inputs == [INPUTS]
         async with asyncio.timeout(PATIENCE_S):
             while input_files(tmp_path):
                 await asyncio.sleep(0.01)
@@ -70,13 +70,13 @@ async def test_they_reach_the_studio_and_are_gone_at_the_end(tmp_path: Path) -> 
 
 
 async def test_they_outlive_the_application(tmp_path: Path, database_url: str) -> None:
-    studio = studio_of_inputs(step_s=1000)
-    async with running(studio, tmp_path, database_url=database_url) as clips:
+    service = service_of_inputs(step_s=1000)
+    async with running(service, tmp_path, database_url=database_url) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
-        await started(studio)
+        await started(service)
         assert input_files(tmp_path) == KEPT
     assert input_files(tmp_path) == KEPT
-    second = studio_of_inputs()
+    second = service_of_inputs()
     async with running(second, tmp_path, database_url=database_url) as clips:
         assert (await ended(clips, record.id)).status == "completed"
     assert second.inputs == [INPUTS]
@@ -90,18 +90,18 @@ async def test_a_second_attempt_has_them_too(tmp_path: Path) -> None:
         if failures:
             raise failures.pop()
 
-    studio = studio_of_inputs(before=fail)
-    async with running(studio, tmp_path) as clips:
+    service = service_of_inputs(before=fail)
+    async with running(service, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         assert (await ended(clips, record.id)).attempts == 2
-    assert studio.inputs == [INPUTS, INPUTS]
+    assert service.inputs == [INPUTS, INPUTS]
 
 
 async def test_they_go_with_a_clip_that_fails(tmp_path: Path) -> None:
     def fail(request: MediaRequest) -> None:
         raise GangBrokenError("rank 1 died")
 
-    async with running(studio_of_inputs(before=fail), tmp_path) as clips:
+    async with running(service_of_inputs(before=fail), tmp_path) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         assert (await ended(clips, record.id)).status == "failed"
         async with asyncio.timeout(PATIENCE_S):
@@ -110,28 +110,28 @@ async def test_they_go_with_a_clip_that_fails(tmp_path: Path) -> None:
 
 
 async def test_they_go_with_a_clip_that_is_deleted(tmp_path: Path) -> None:
-    studio = studio_of_inputs(step_s=1000)
-    async with running(studio, tmp_path) as clips:
+    service = service_of_inputs(step_s=1000)
+    async with running(service, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
-        await started(studio)
+        await started(service)
         assert await clips.delete(record.id)
         assert list((tmp_path / "videos").iterdir()) == []
 
 
 async def test_a_clip_whose_picture_is_gone_says_so(tmp_path: Path) -> None:
-    studio = studio_of_inputs(reasons={"fake-clips": "not now"})
-    async with running(studio, tmp_path) as clips:
+    service = service_of_inputs(reasons={"fake-clips": "not now"})
+    async with running(service, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1", pictures=INPUTS)
         (tmp_path / "videos" / record.id / "input-1.png").unlink()
-        studio.reasons.clear()
+        service.reasons.clear()
         record = await ended(clips, record.id)
     assert (record.status, failure_of(record).code, record.attempts) == ("failed", "invalid_value", 1)
     assert "send it again" in failure_of(record).message
-    assert studio.performed == []
+    assert service.performed == []
 
 
 async def test_a_clip_that_cannot_be_kept_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(studio_of_inputs(), tmp_path) as clips:
+    async with running(service_of_inputs(), tmp_path) as clips:
 
         async def create(*_: object, **__: object) -> None:
             raise OSError("away")
@@ -154,7 +154,7 @@ async def test_a_clip_whose_client_leaves_before_it_hears_the_id(
         await asyncio.Event().wait()
 
     monkeypatch.setattr(ClipStore, "create", never)
-    async with running(studio_of_inputs(reasons={"fake-clips": "not now"}), tmp_path) as clips:
+    async with running(service_of_inputs(reasons={"fake-clips": "not now"}), tmp_path) as clips:
         asking = asyncio.create_task(getattr(clips, way)(REQUEST, "1", pictures=INPUTS))
         async with asyncio.timeout(PATIENCE_S):
             await written.wait()
@@ -185,10 +185,10 @@ async def test_a_clip_whose_record_is_written_without_an_answer_has_them(
 
     monkeypatch.setattr(ClipStore, "create", create_silently)
     monkeypatch.setattr(ClipStore, "delete", delete)
-    studio = studio_of_inputs()
-    async with running(studio, tmp_path) as clips:
+    service = service_of_inputs()
+    async with running(service, tmp_path) as clips:
         with pytest.raises(StorageLostError):
             await clips.submit(REQUEST, "1", pictures=INPUTS)
         (record,), _ = await clips.page(after=None, limit=9, ascending=True)
         assert (await ended(clips, record.id)).status == "completed"
-    assert studio.inputs == [INPUTS]
+    assert service.inputs == [INPUTS]

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, event, exc
 from deployments.clips.storage import ClipFolders, StorageLostError
 from deployments.http.errors import from_failure
 from tests.deployments.clips.support.runs import QUICK, REQUEST, ended, running, started, the
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -32,21 +32,21 @@ def refusing(folder: Path) -> Iterator[None]:
 
 async def test_a_folder_that_refuses_files_costs_no_attempt(tmp_path: Path) -> None:
     """It acts like one that becomes read-only: the running clip and the waiting one are both made later."""
-    studio = FakeStudio(permits=asyncio.Semaphore(0))
-    async with running(studio, tmp_path, max_concurrent_videos=1) as clips:
+    service = FakeService(permits=asyncio.Semaphore(0))
+    async with running(service, tmp_path, max_concurrent_videos=1) as clips:
         first, second = [await clips.submit(REQUEST, "1") for _ in range(2)]
-        await started(studio)
+        await started(service)
         with refusing(tmp_path / "videos"):
             assert "cannot be used: Not a directory" in str(await clips.storage_problem())
             with pytest.raises(StorageLostError):
                 await clips.submit(REQUEST, "1")
-            studio.permit(REQUEST.num_inference_steps * 9)
+            service.permit(REQUEST.num_inference_steps * 9)
             async with asyncio.timeout(PATIENCE_S):
                 while (await the(clips, first.id)).status != "queued":
                     await asyncio.sleep(0.01)
             await asyncio.sleep(QUICK["retry_s"] + 4 * QUICK["poll_s"])  # time to make another mistake
             assert [(await the(clips, one.id)).attempts for one in (first, second)] == [0, 0]
-            assert len(studio.performed) == 1, "no step without storage"
+            assert len(service.performed) == 1, "no step without storage"
         for one in (first, second):
             record = await ended(clips, one.id)
             assert (record.status, record.attempts) == ("completed", 1)
@@ -54,8 +54,8 @@ async def test_a_folder_that_refuses_files_costs_no_attempt(tmp_path: Path) -> N
 
 async def test_a_read_only_database_costs_no_attempt(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """SQLite acts as on a read-only file system, PostgreSQL as a stand-by server."""
-    studio, queries_only = FakeStudio(permits=asyncio.Semaphore(0)), [False]
-    async with running(studio, tmp_path) as clips:
+    service, queries_only = FakeService(permits=asyncio.Semaphore(0)), [False]
+    async with running(service, tmp_path) as clips:
         engine = clips._store.engine.sync_engine
 
         def begin(connection: Connection) -> None:
@@ -65,14 +65,14 @@ async def test_a_read_only_database_costs_no_attempt(tmp_path: Path, caplog: pyt
 
         event.listen(engine, "begin", begin)
         record = await clips.submit(REQUEST, "1")
-        await started(studio)
+        await started(service)
         queries_only[0] = True
         with pytest.raises(exc.DBAPIError, match=r"readonly database|read-only transaction") as raised:
             await clips.submit(REQUEST, "1")
         answer = from_failure(raised.value)
         assert answer is not None
         assert (answer.status, answer.code) == (503, "storage_unavailable")
-        studio.permit(REQUEST.num_inference_steps * 9)
+        service.permit(REQUEST.num_inference_steps * 9)
         async with asyncio.timeout(PATIENCE_S):
             while "waits for the data directory" not in caplog.text:
                 await asyncio.sleep(0.01)

@@ -18,7 +18,7 @@ from deployments.clips.clips import Clips
 from deployments.clips.storage import ClipFolders, Orphans, StorageFullError, StorageLostError, storage_problem
 from deployments.http.errors import from_failure
 from tests.deployments.clips.support.runs import REQUEST, data_of, ended, failure_of, running, started
-from tests.deployments.support.fake_studio import FakeStudio, clip
+from tests.deployments.support.fake_service import FakeService, clip
 from tests.support.patience import PATIENCE_S
 
 
@@ -29,7 +29,7 @@ async def finished(clips: Clips) -> str:
 
 
 async def test_a_finished_clip_whose_file_is_gone_has_failed(tmp_path: Path) -> None:
-    async with running(FakeStudio(), tmp_path) as clips:
+    async with running(FakeService(), tmp_path) as clips:
         clip_id = await finished(clips)
         assert await clips.file(clip_id, "video") is not None
         (tmp_path / "videos" / clip_id / "clip.mp4").unlink()
@@ -42,7 +42,7 @@ async def test_a_finished_clip_whose_file_is_gone_has_failed(tmp_path: Path) -> 
 
 
 async def test_a_folder_that_is_not_mounted_costs_no_clip(tmp_path: Path) -> None:
-    async with running(FakeStudio(), tmp_path) as clips:
+    async with running(FakeService(), tmp_path) as clips:
         clip_id = await finished(clips)
         (tmp_path / "videos").rename(tmp_path / "elsewhere")
         with pytest.raises(StorageLostError, match="is its disk mounted"):
@@ -52,7 +52,7 @@ async def test_a_folder_that_is_not_mounted_costs_no_clip(tmp_path: Path) -> Non
 
 
 async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    studio, looks = FakeStudio(), list[Exception | None]()
+    service, looks = FakeService(), list[Exception | None]()
 
     def counted(*folders: Path) -> Exception | None:
         looks.append(storage_problem(*folders))
@@ -66,17 +66,17 @@ async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: p
                 await asyncio.sleep(0.01)
 
     monkeypatch.setattr("deployments.clips.clips.storage_problem", counted)
-    async with running(studio, tmp_path) as clips:
-        studio.reasons["fake-clips"] = "not now"
+    async with running(service, tmp_path) as clips:
+        service.reasons["fake-clips"] = "not now"
         waiting = await clips.submit(REQUEST, "1")
         monkeypatch.setattr("deployments.clips.storage.MIN_FREE_BYTES", 1 << 62)
         assert "are needed: delete clips, or make room" in str(await clips.storage_problem())
         with pytest.raises(StorageFullError):
             await clips.submit(REQUEST, "1")
         await looked()
-        studio.reasons.clear()
+        service.reasons.clear()
         await looked()
-        assert studio.performed == [], "no step without storage"
+        assert service.performed == [], "no step without storage"
         monkeypatch.undo()
         assert await clips.storage_problem() is None
         assert (await ended(clips, waiting.id)).status == "completed"
@@ -86,7 +86,7 @@ async def test_a_disk_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pyte
     def stale(_: Path) -> None:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    async with running(FakeStudio(), tmp_path) as clips:
+    async with running(FakeService(), tmp_path) as clips:
         monkeypatch.setattr("deployments.clips.storage.shutil.disk_usage", stale)
         assert "cannot be used: Stale file handle" in str(await clips.storage_problem())
         with pytest.raises(StorageLostError):
@@ -101,7 +101,7 @@ async def test_a_disk_that_does_not_answer_holds_one_thread(tmp_path: Path, monk
         answers.wait(PATIENCE_S)
         return look(folder)
 
-    async with running(FakeStudio(), tmp_path) as clips:
+    async with running(FakeService(), tmp_path) as clips:
         monkeypatch.setattr("deployments.clips.clips.DISK_CHECK_TIMEOUT_S", 0.01)
         monkeypatch.setattr("deployments.clips.storage.shutil.disk_usage", hangs)
         async with asyncio.timeout(PATIENCE_S):
@@ -118,7 +118,7 @@ async def test_a_disk_that_does_not_answer_holds_one_thread(tmp_path: Path, monk
 
 async def test_who_asks_side_by_side_hears_what_the_disk_says(tmp_path: Path) -> None:
     """This holds if another caller looks again before the first answer is read."""
-    async with running(FakeStudio(), tmp_path) as clips:
+    async with running(FakeService(), tmp_path) as clips:
 
         async def ask() -> list[object]:
             return [await clips.storage_problem() for _ in range(5)]
@@ -129,10 +129,10 @@ async def test_who_asks_side_by_side_hears_what_the_disk_says(tmp_path: Path) ->
 
 async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A lock may hold all of them: callers get the error, and a running clip goes on."""
-    studio = FakeStudio(permits=asyncio.Semaphore(0))
-    async with running(studio, tmp_path) as clips:
+    service = FakeService(permits=asyncio.Semaphore(0))
+    async with running(service, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1")
-        await started(studio)
+        await started(service)
         engine, num_held = clips._store.engine, 0
         pool = engine.pool
         assert isinstance(pool, QueuePool)
@@ -142,7 +142,7 @@ async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pyte
                 with suppress(exc.TimeoutError):  # the runner holds one now and then
                     await stack.enter_async_context(engine.connect())
                     num_held += 1
-            studio.permit()
+            service.permit()
             while "progress could not be written" not in caplog.text:
                 await asyncio.sleep(0.01)
             with pytest.raises(exc.TimeoutError) as raised:
@@ -150,7 +150,7 @@ async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pyte
         answer = from_failure(raised.value)
         assert answer is not None
         assert (answer.status, answer.code) == (503, "storage_unavailable")
-        studio.permit(REQUEST.num_inference_steps)
+        service.permit(REQUEST.num_inference_steps)
         record = await ended(clips, record.id)
     assert (record.status, record.attempts) == ("completed", 1)
 
@@ -160,14 +160,14 @@ async def test_a_disk_that_fills_up_under_a_clip(tmp_path: Path, monkeypatch: py
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(ClipFolders, "write", write)
-    async with running(FakeStudio(), tmp_path) as clips:
+    async with running(FakeService(), tmp_path) as clips:
         record = await ended(clips, (await clips.submit(REQUEST, "1")).id)
     assert (record.status, failure_of(record).code, record.attempts) == ("failed", "storage_full", 3)
 
 
 async def test_a_full_database_refuses_clips_and_lets_others_go(tmp_path: Path) -> None:
     """SQLite itself reports a full disk, since its file may not grow."""
-    async with running(FakeStudio(), tmp_path) as clips:
+    async with running(FakeService(), tmp_path) as clips:
         clip_id = await finished(clips)
         engine = clips._store.engine
         await engine.dispose()
@@ -188,12 +188,12 @@ def set_pages(connection: object) -> None:
 @pytest.mark.parametrize("again", [False, True])
 async def test_a_database_that_is_deleted_under_the_server_is_noticed(tmp_path: Path, again: bool) -> None:
     """This holds if another server's database takes its place."""
-    async with running(FakeStudio(), tmp_path) as clips:
+    async with running(FakeService(), tmp_path) as clips:
         clip_id = await finished(clips)
         for path in tmp_path.glob("jobs.sqlite3*"):
             path.unlink()
         if again:
-            async with running(FakeStudio(), tmp_path):
+            async with running(FakeService(), tmp_path):
                 pass
         for work in (clips.get(clip_id), clips.submit(REQUEST, "1"), clips.delete(clip_id)):
             with pytest.raises(StorageLostError, match="deleted or replaced under the server"):
@@ -202,12 +202,12 @@ async def test_a_database_that_is_deleted_under_the_server_is_noticed(tmp_path: 
 
 
 async def test_what_no_clip_owns_is_swept(tmp_path: Path) -> None:
-    async with running(FakeStudio(), tmp_path) as clips:
+    async with running(FakeService(), tmp_path) as clips:
         clip_id = await finished(clips)
     ClipFolders(root=tmp_path / "videos").write("video_without_record", "video", b"left by a crash")
     partial = tmp_path / "videos" / clip_id / ".clip.mp4.0123abcd"
     partial.write_bytes(b"half")
-    async with running(FakeStudio(), tmp_path, orphan_s=0.2) as clips, asyncio.timeout(PATIENCE_S):
+    async with running(FakeService(), tmp_path, orphan_s=0.2) as clips, asyncio.timeout(PATIENCE_S):
         while partial.exists() or (tmp_path / "videos" / "video_without_record").exists():
             await asyncio.sleep(0.02)
         assert await data_of(clips, clip_id) == clip(REQUEST)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.deployments.clips.support.runs import REQUEST, Looking, ended, running, started, the
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.usefixtures("each_database")
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.usefixtures("each_database")
 
 async def test_two_runners_share_the_work_and_no_clip(tmp_path: Path, database_url: str) -> None:
     permits = asyncio.Semaphore(0)
-    first, second = FakeStudio(permits=permits), FakeStudio(permits=permits)
+    first, second = FakeService(permits=permits), FakeService(permits=permits)
     url = {"database_url": database_url}
     async with running(first, tmp_path, **url) as one, running(second, tmp_path, **url) as two:
         ids = [(await one.submit(replace(REQUEST, seed=seed), "1")).id for seed in range(12)]
@@ -38,7 +38,7 @@ async def test_two_runners_share_the_work_and_no_clip(tmp_path: Path, database_u
 async def test_long_clip_keeps_its_claim(tmp_path: Path, clock: SimpleNamespace) -> None:
     """Each step takes most of a claim's time, and then another runner looks for clips."""
     permits, num_steps = asyncio.Semaphore(0), REQUEST.num_inference_steps
-    first, second = FakeStudio(permits=permits), Looking()
+    first, second = FakeService(permits=permits), Looking()
     async with running(first, tmp_path, lease_s=10.0) as one, asyncio.timeout(PATIENCE_S):
         record = await one.submit(REQUEST, "1")
         await started(first)
@@ -54,7 +54,7 @@ async def test_long_clip_keeps_its_claim(tmp_path: Path, clock: SimpleNamespace)
 
 
 async def test_deleted_by_another_replica(tmp_path: Path) -> None:
-    first, idle = FakeStudio(step_s=0.5), FakeStudio(reasons={"fake-clips": "takes no clip"})
+    first, idle = FakeService(step_s=0.5), FakeService(reasons={"fake-clips": "takes no clip"})
     async with running(first, tmp_path) as one, running(idle, tmp_path) as two:
         record = await one.submit(replace(REQUEST, num_inference_steps=100), "1")  # ends by itself after 50 s
         await started(first)

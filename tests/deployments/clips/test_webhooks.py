@@ -22,7 +22,7 @@ from deployments.clips.webhooks import KeyWebhook, Webhook, WebhookSettings
 from deployments.database.tables import DeliveryRow
 from engines.gang.errors import GangBrokenError
 from tests.deployments.clips.support.runs import REQUEST, ended, running
-from tests.deployments.support.fake_studio import FailingStudio, FakeStudio
+from tests.deployments.support.fake_service import FailingService, FakeService
 from tests.support.patience import PATIENCE_S
 
 SECRET = f"whsec_{base64.b64encode(bytes(range(32))).decode()}"
@@ -72,11 +72,11 @@ async def test_both_ends_are_told_signed(tmp_path: Path, database_url: str) -> N
     receiver = Receiver(204)
     place: dict[str, Any] = {"database_url": database_url, "webhooks": LOCAL}
     async with listening(receiver) as webhook:
-        async with running(FakeStudio(), tmp_path, **place) as clips:
+        async with running(FakeService(), tmp_path, **place) as clips:
             completed = await clips.submit(REQUEST, "1", webhook=webhook)
             await ended(clips, completed.id)
             await receiver.has_heard(1)
-        async with running(FailingStudio(GangBrokenError("rank 1 died")), tmp_path, **place) as clips:
+        async with running(FailingService(GangBrokenError("rank 1 died")), tmp_path, **place) as clips:
             failed = await clips.submit(REQUEST, "1", webhook=webhook)
             await receiver.has_heard(2)
     first, second = receiver.events
@@ -94,10 +94,10 @@ async def test_it_is_sent_until_received_over_restarts_with_one_id(tmp_path: Pat
     receiver = Receiver(500, 302, 503, 200)
     place: dict[str, Any] = {"database_url": database_url, "webhooks": LOCAL}
     async with listening(receiver) as webhook:
-        async with running(FakeStudio(), tmp_path, **place) as clips:
+        async with running(FakeService(), tmp_path, **place) as clips:
             await clips.submit(REQUEST, "1", webhook=webhook)
             await receiver.has_heard(1)
-        async with running(FakeStudio(), tmp_path, **place), running(FakeStudio(), tmp_path, **place):
+        async with running(FakeService(), tmp_path, **place), running(FakeService(), tmp_path, **place):
             await receiver.has_heard(4)
             await asyncio.sleep(0.2)
     assert Counter(headers["webhook-id"] for headers, _ in receiver.heard) == {receiver.heard[0][0]["webhook-id"]: 4}
@@ -106,7 +106,7 @@ async def test_it_is_sent_until_received_over_restarts_with_one_id(tmp_path: Pat
 @pytest.mark.parametrize(("statuses", "num"), [((500,), 5), ((410,), 1)])
 async def test_it_is_given_up(tmp_path: Path, statuses: tuple[int, ...], num: int) -> None:
     receiver = Receiver(*statuses)
-    async with listening(receiver) as webhook, running(FakeStudio(), tmp_path, webhooks=LOCAL) as clips:
+    async with listening(receiver) as webhook, running(FakeService(), tmp_path, webhooks=LOCAL) as clips:
         await clips.submit(REQUEST, "1", webhook=webhook)
         await receiver.has_heard(num)
         await asyncio.sleep(0.3)
@@ -120,7 +120,7 @@ async def test_what_another_replica_was_sending_when_it_died_is_sent(
     monkeypatch.setattr(deliveries, "LEASE_S", 3600.0)
     async with (
         listening(receiver) as webhook,
-        running(FakeStudio(), tmp_path, database_url=database_url, webhooks=LOCAL) as clips,
+        running(FakeService(), tmp_path, database_url=database_url, webhooks=LOCAL) as clips,
     ):
         dead, sends = WebhookSender(clips.database, LOCAL, 1.0), WebhookSender._take
 

@@ -1,4 +1,4 @@
-"""The API around a fake studio: in process for raw HTTP, and behind a real server for clients."""
+"""The API around a fake service: in process for raw HTTP, and behind a real server for clients."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.usage.api_keys import KeyRing
 from tests.deployments.clips.support.runs import QUICK, with_tables
 from tests.deployments.http.support.late_fields import late_fields
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 Watch = Callable[[httpx.AsyncClient, str], Awaitable[asyncio.Task[httpx.Response]]]
 
 
 def build(
-    studio: FakeStudio,
+    service: FakeService,
     data_dir: Path,
     *,
     clips: dict[str, Any] | None = None,
@@ -44,7 +44,7 @@ def build(
     quick: dict[str, Any] = {"video_poll_s": 0.02, "keys": KeyRing(api_keys)}
     api_settings = ApiSettings(data_dir=data_dir, **(quick | settings))
     with late_fields():
-        return create_api(studio, api_settings, Clips(studio, clip_settings), enhancers=enhancers)
+        return create_api(service, api_settings, Clips(service, clip_settings), enhancers=enhancers)
 
 
 @asynccontextmanager
@@ -90,13 +90,13 @@ def serving(app: ASGIApp) -> Iterator[str]:
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio()
+def service() -> FakeService:
+    return FakeService()
 
 
 @pytest.fixture
-def api(studio: FakeStudio, tmp_path: Path) -> FastAPI:
-    return build(studio, tmp_path)
+def api(service: FakeService, tmp_path: Path) -> FastAPI:
+    return build(service, tmp_path)
 
 
 @pytest.fixture

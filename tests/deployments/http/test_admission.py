@@ -19,7 +19,7 @@ from deployments.http.errors import ApiError
 from deployments.names import FULL_HEADER
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.test_disconnect import until
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 IMAGES = "/v1/images/generations"
 NUM_WATCHERS = 300
@@ -42,7 +42,7 @@ async def watchers(client: httpx.AsyncClient, video_id: str, num: int) -> AsyncI
 
 
 async def test_300_watchers_leave_room_for_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    studio, looks = FakeStudio(), []
+    service, looks = FakeService(), []
     get_all = Clips.get_all
 
     async def counted(clips: Clips, clip_ids: Collection[str]) -> dict[str, ClipRecord]:
@@ -51,26 +51,26 @@ async def test_300_watchers_leave_room_for_work(tmp_path: Path, monkeypatch: pyt
 
     monkeypatch.setattr(Clips, "get_all", counted)
     no_limit = httpx.Limits(max_connections=None)
-    with serving(build(studio, tmp_path, max_watchers=NUM_WATCHERS)) as url:
+    with serving(build(service, tmp_path, max_watchers=NUM_WATCHERS)) as url:
         async with httpx.AsyncClient(base_url=url, limits=no_limit, timeout=None) as client:
-            studio.permits = asyncio.Semaphore(0)
+            service.permits = asyncio.Semaphore(0)
             video = (await client.post("/v1/videos", json={"prompt": "a", "num_inference_steps": 100})).json()
             async with watchers(client, video["id"], NUM_WATCHERS):
                 one_more = await client.get(f"/v1/videos/{video['id']}/events")
                 assert (one_more.status_code, one_more.json()["error"]["code"]) == (429, "too_many_watchers")
                 assert int(one_more.headers["retry-after"]) > 0
                 assert (await client.get("/health")).status_code == 200
-                studio.permits = None
+                service.permits = None
                 assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 200
             await client.delete(f"/v1/videos/{video['id']}")
     assert looks
     assert all(look == [video["id"]] for look in looks), "one look serves all watchers"
 
 
-async def test_watchers_that_leave_make_room(studio: FakeStudio, tmp_path: Path) -> None:
-    with serving(build(studio, tmp_path, max_watchers=1)) as url:
+async def test_watchers_that_leave_make_room(service: FakeService, tmp_path: Path) -> None:
+    with serving(build(service, tmp_path, max_watchers=1)) as url:
         async with httpx.AsyncClient(base_url=url, timeout=None) as client:
-            studio.permits = asyncio.Semaphore(0)
+            service.permits = asyncio.Semaphore(0)
             video = (await client.post("/v1/videos", json={"prompt": "a"})).json()
             path = f"/v1/videos/{video['id']}/events"
             for _ in range(2):
@@ -86,20 +86,20 @@ async def test_watchers_that_leave_make_room(studio: FakeStudio, tmp_path: Path)
 
 @pytest.mark.parametrize("body", [{}, {"stream": True}], ids=["plain", "stream"])
 async def test_a_burst_gets_its_refusals_while_others_work(
-    studio: FakeStudio, tmp_path: Path, body: dict[str, Any]
+    service: FakeService, tmp_path: Path, body: dict[str, Any]
 ) -> None:
-    studio.permits = asyncio.Semaphore(0)
-    async with client_of(build(studio, tmp_path, max_open_pictures={"fake-pictures": 8})) as client:
+    service.permits = asyncio.Semaphore(0)
+    async with client_of(build(service, tmp_path, max_open_pictures={"fake-pictures": 8})) as client:
         requests = [asyncio.create_task(client.post(IMAGES, json={"prompt": "a"} | body)) for _ in range(60)]
-        await until(lambda: sum(request.done() for request in requests) == 52 and len(studio.performed) == 8)
+        await until(lambda: sum(request.done() for request in requests) == 52 and len(service.performed) == 8)
         refused = [request.result() for request in requests if request.done()]
         assert {answer.status_code for answer in refused} == {429}
         assert {answer.json()["error"]["code"] for answer in refused} == {"queue_full"}
         assert {int(answer.headers["retry-after"]) for answer in refused} == set(range(1, 9))
         for _ in range(8 * 4):
-            studio.permits.release()
+            service.permits.release()
         made = [answer for answer in await asyncio.gather(*requests) if answer.status_code == 200]
-    assert len(made) == len(studio.performed) == len(studio.finished) == 8
+    assert len(made) == len(service.performed) == len(service.finished) == 8
 
 
 @pytest.mark.parametrize(
@@ -112,54 +112,54 @@ async def test_a_burst_gets_its_refusals_while_others_work(
     ids=["full", "room for another model", "room in another replica"],
 )
 async def test_the_door_is_told_that_no_picture_has_a_place(
-    studio: FakeStudio, tmp_path: Path, settings: dict[str, Any], says_so: bool
+    service: FakeService, tmp_path: Path, settings: dict[str, Any], says_so: bool
 ) -> None:
-    studio.permits = asyncio.Semaphore(0)
-    async with client_of(build(studio, tmp_path, **settings)) as client:
+    service.permits = asyncio.Semaphore(0)
+    async with client_of(build(service, tmp_path, **settings)) as client:
         requests = [asyncio.create_task(client.post(IMAGES, json={"prompt": "a"}))]
-        await until(lambda: len(studio.performed) == 1)
+        await until(lambda: len(service.performed) == 1)
         two = await client.post(IMAGES, json={"prompt": "a", "n": 2})
         assert (two.status_code, FULL_HEADER in two.headers) == (429, False), "there is room for one"
         requests.append(asyncio.create_task(client.post(IMAGES, json={"prompt": "a"})))
-        await until(lambda: len(studio.performed) == 2)
+        await until(lambda: len(service.performed) == 2)
         one = await client.post(IMAGES, json={"prompt": "a"})
         assert (one.status_code, FULL_HEADER in one.headers) == (429, says_so)
         assert int(one.headers.get(FULL_HEADER, "2")) == 2, "seconds until both are finished"
-        studio.permits = None
+        service.permits = None
         for request in requests:
             request.cancel()
 
 
-async def test_pictures_that_end_make_room_however_they_end(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, max_open_pictures={"fake-pictures": 2})) as client:
+async def test_pictures_that_end_make_room_however_they_end(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, max_open_pictures={"fake-pictures": 2})) as client:
         for _ in range(3):
             assert (await client.post(IMAGES, json={"prompt": "a", "n": 2})).status_code == 200
-        studio.permits = asyncio.Semaphore(0)
+        service.permits = asyncio.Semaphore(0)
         for body in ({"n": 2}, {"n": 2, "stream": True}):
-            studio.performed.clear()
+            service.performed.clear()
             request = asyncio.create_task(client.post(IMAGES, json={"prompt": "a"} | body))
-            await until(lambda: len(studio.performed) == 2)
+            await until(lambda: len(service.performed) == 2)
             assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 429
-            studio.closed.clear()
+            service.closed.clear()
             request.cancel()
             with suppress(asyncio.CancelledError):
                 await request
-            assert len(studio.closed) == 2
-        studio.permits = None
+            assert len(service.closed) == 2
+        service.permits = None
         assert (await client.post(IMAGES, json={"prompt": "a", "n": 4})).status_code == 200, "alone it always fits"
 
 
-async def test_a_full_server_says_so_and_is_healthy(studio: FakeStudio, tmp_path: Path) -> None:
-    studio.permits = asyncio.Semaphore(0)
-    async with client_of(build(studio, tmp_path, max_open_requests=3)) as client:
+async def test_a_full_server_says_so_and_is_healthy(service: FakeService, tmp_path: Path) -> None:
+    service.permits = asyncio.Semaphore(0)
+    async with client_of(build(service, tmp_path, max_open_requests=3)) as client:
         working = [asyncio.create_task(client.post(IMAGES, json={"prompt": "a"})) for _ in range(3)]
-        await until(lambda: len(studio.performed) == 3)
+        await until(lambda: len(service.performed) == 3)
         answer = await client.get("/v1/models")
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "server_full")
         assert int(answer.headers["retry-after"]) > 0
         assert (await client.get("/health")).status_code == 200
         for _ in range(12):
-            studio.permits.release()
+            service.permits.release()
         assert [answer.status_code for answer in await asyncio.gather(*working)] == [200] * 3
         assert (await client.get("/v1/models")).status_code == 200
 
@@ -214,9 +214,9 @@ def test_serve_lets_more_in_than_are_worked_on() -> None:
         api(max_ongoing_requests=256)
 
 
-async def test_requests_wait_for_a_gang_that_is_rebuilt(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.reasons["fake-pictures"] = "no running replica"
+async def test_requests_wait_for_a_gang_that_is_rebuilt(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.reasons["fake-pictures"] = "no running replica"
     assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 503
-    studio.rebuilt = frozenset({"fake-pictures"})
+    service.rebuilt = frozenset({"fake-pictures"})
     assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 200
     assert (await client.get("/health")).status_code == 503, "it reports the state"

@@ -15,7 +15,7 @@ import pytest
 
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
@@ -77,8 +77,8 @@ async def test_a_small_body_where_none_belongs_does_no_harm(url: str) -> None:
             assert (await client.request("GET", path, json={})).status_code == 200
 
 
-async def test_a_body_that_comes_too_slowly_is_refused(studio: FakeStudio, tmp_path: Path) -> None:
-    with serving(build(studio, tmp_path, body_deadline_s=0.2)) as url:
+async def test_a_body_that_comes_too_slowly_is_refused(service: FakeService, tmp_path: Path) -> None:
+    with serving(build(service, tmp_path, body_deadline_s=0.2)) as url:
         for path, kind in ((IMAGES, "application/json"), ("/v1/videos", "multipart/form-data; boundary=x")):
             async with connection(url) as (reader, writer):
                 writer.write(head("POST", path, f"Content-Type: {kind}", "Content-Length: 100") + b"--x\r\n")
@@ -86,19 +86,19 @@ async def test_a_body_that_comes_too_slowly_is_refused(studio: FakeStudio, tmp_p
                 assert (code, headers["connection"]) == (408, "close")
                 assert json.loads(body)["error"]["code"] == "body_timeout"
         async with connection(url) as (reader, writer):
-            studio.permits, sent = asyncio.Semaphore(0), json.dumps(BODY).encode()
+            service.permits, sent = asyncio.Semaphore(0), json.dumps(BODY).encode()
             lines = ("Content-Type: application/json", f"Content-Length: {len(sent)}")
             writer.write(head("POST", IMAGES, *lines) + sent)  # at once: this process may be paused between two pieces
             drawing = asyncio.create_task(answer_of(reader))
             done, _ = await asyncio.wait((drawing,), timeout=0.5)
             assert not done, "the deadline is that of the body, not of the picture"
             for _ in range(4):
-                studio.permits.release()
+                service.permits.release()
             assert (await drawing)[0] == 200
 
 
-async def test_an_endless_body_keeps_no_stream_of_events_open(url: str, studio: FakeStudio) -> None:
-    studio.permits = asyncio.Semaphore(0)
+async def test_an_endless_body_keeps_no_stream_of_events_open(url: str, service: FakeService) -> None:
+    service.permits = asyncio.Semaphore(0)
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client, connection(url) as (reader, writer):
         video = (await client.post("/v1/videos", json={"prompt": "a"})).json()
         writer.write(head("GET", f"/v1/videos/{video['id']}/events", "Transfer-Encoding: chunked"))
@@ -131,12 +131,12 @@ async def test_an_endless_body_keeps_no_stream_of_events_open(url: str, studio: 
 )
 @pytest.mark.parametrize("path", [IMAGES, "/v1/videos"])
 async def test_a_body_says_what_it_is(
-    client: httpx.AsyncClient, studio: FakeStudio, path: str, sent: dict[str, Any], code: str, message: str
+    client: httpx.AsyncClient, service: FakeService, path: str, sent: dict[str, Any], code: str, message: str
 ) -> None:
     error = error_of(await client.post(path, **sent), 415)
     assert error["code"] == code
     assert message in error["message"]
-    assert studio.performed == []
+    assert service.performed == []
 
 
 async def test_a_type_may_say_more(client: httpx.AsyncClient) -> None:
@@ -153,8 +153,8 @@ async def test_a_long_name_of_a_field_is_not_sent_back(client: httpx.AsyncClient
     assert len(answer.content) < 2000
 
 
-async def test_an_empty_request_id_gets_one_of_ours(studio: FakeStudio, tmp_path: Path) -> None:
+async def test_an_empty_request_id_gets_one_of_ours(service: FakeService, tmp_path: Path) -> None:
     for sends_request_id in (True, False):
-        async with client_of(build(studio, tmp_path, sends_request_id=sends_request_id)) as client:
+        async with client_of(build(service, tmp_path, sends_request_id=sends_request_id)) as client:
             answer = await client.get("/health", headers={"X-Request-Id": ""})
             assert answer.headers["x-request-id"].startswith("req_")

@@ -19,7 +19,7 @@ from deployments.asyncio_tools import Upcoming
 from deployments.http.settings import ApiSettings
 from deployments.http.streams import Event, EventStream, start_stream
 from tests.deployments.http.conftest import build, serving
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
@@ -33,51 +33,51 @@ async def until(condition: Callable[[], object], timeout_s: float = PATIENCE_S) 
 
 
 @pytest.mark.parametrize("body", [{}, {"n": 3}, {"stream": True}, {"stream": True, "stream_progress": True, "n": 2}])
-async def test_client_that_hangs_up(url: str, studio: FakeStudio, body: dict[str, Any]) -> None:
-    studio.permits, num_jobs = asyncio.Semaphore(body.get("n", 1)), body.get("n", 1)  # one step of each, and no more
+async def test_client_that_hangs_up(url: str, service: FakeService, body: dict[str, Any]) -> None:
+    service.permits, num_jobs = asyncio.Semaphore(body.get("n", 1)), body.get("n", 1)  # one step of each, and no more
     payload = json.dumps({"prompt": "a", "num_inference_steps": 100} | body).encode()
     host, port = url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     headers = ("Host: localhost", "Content-Type: application/json", f"Content-Length: {len(payload)}")
     head = "\r\n".join((f"POST {IMAGES} HTTP/1.1", *headers, "", ""))
     writer.write(head.encode() + payload)
-    await until(lambda: len(studio.performed) == num_jobs)
+    await until(lambda: len(service.performed) == num_jobs)
     if "stream_progress" in body:
         await reader.readuntil(b"troupe.progress")
-    assert studio.closed == []
+    assert service.closed == []
     writer.close()
-    await until(lambda: len(studio.closed) == num_jobs)
-    assert studio.finished == []
+    await until(lambda: len(service.closed) == num_jobs)
+    assert service.finished == []
     async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
-        studio.permits = None
+        service.permits = None
         assert (await client.post(url + IMAGES, json={"prompt": "b"})).status_code == 200
 
 
-async def test_cancelled_handler(api: FastAPI, studio: FakeStudio) -> None:
+async def test_cancelled_handler(api: FastAPI, service: FakeService) -> None:
     """Ray Serve cancels the handler's task instead of sending http.disconnect."""
-    studio.step_s = 1000
+    service.step_s = 1000
     async with httpx.AsyncClient(transport=httpx.ASGITransport(api), base_url="http://localhost") as client:
         for body in ({}, {"stream": True}):
             request = asyncio.create_task(client.post(IMAGES, json={"prompt": "a", "n": 2} | body))
-            await until(lambda: len(studio.performed) == 2)
+            await until(lambda: len(service.performed) == 2)
             request.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await request
-            assert len(studio.closed) == 2
-            studio.performed.clear()
-            studio.closed.clear()
+            assert len(service.closed) == 2
+            service.performed.clear()
+            service.closed.clear()
 
 
 async def test_keepalive_while_the_job_waits(tmp_path: Path) -> None:
-    studio = FakeStudio(step_s=0.2)
-    with serving(build(studio, tmp_path, first_event_wait_s=0.05, keepalive_s=0.05)) as url:
+    service = FakeService(step_s=0.2)
+    with serving(build(service, tmp_path, first_event_wait_s=0.05, keepalive_s=0.05)) as url:
         body = {"prompt": "a", "stream": True, "num_inference_steps": 100}
         async with httpx.AsyncClient(timeout=None) as client, client.stream("POST", url + IMAGES, json=body) as answer:
             lines = []
             async for line in answer.aiter_lines():
                 lines.append(line)
                 if lines.count(": nothing new") == 3:
-                    studio.step_s = 0
+                    service.step_s = 0
     assert answer.headers["content-type"].startswith("text/event-stream")
     assert answer.headers["cache-control"] == "no-cache"
     assert lines.count(": nothing new") >= 3

@@ -20,35 +20,35 @@ from tests.deployments.clips.support.runs import QUICK
 from tests.deployments.http.conftest import Watch, client_of
 from tests.deployments.http.support.events import sse
 from tests.deployments.http.test_disconnect import until
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 IMAGES = "/v1/images/generations"
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(permits=asyncio.Semaphore(0))
+def service() -> FakeService:
+    return FakeService(permits=asyncio.Semaphore(0))
 
 
 @pytest.fixture
-def clips(studio: FakeStudio, tmp_path: Path) -> Clips:
-    return Clips(studio, ClipSettings(data_dir=tmp_path, **QUICK))
+def clips(service: FakeService, tmp_path: Path) -> Clips:
+    return Clips(service, ClipSettings(data_dir=tmp_path, **QUICK))
 
 
 @asynccontextmanager
-async def draining(studio: FakeStudio, clips: Clips, folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Drain]]:
+async def draining(service: FakeService, clips: Clips, folder: Path) -> AsyncIterator[tuple[httpx.AsyncClient, Drain]]:
     drain = Drain()
-    app = create_api(studio, ApiSettings(data_dir=folder, video_poll_s=0.02), clips, drain)
+    app = create_api(service, ApiSettings(data_dir=folder, video_poll_s=0.02), clips, drain)
     async with client_of(app) as client:
         yield client, drain
 
 
 async def test_what_is_under_way_ends_and_what_comes_is_refused(
-    studio: FakeStudio, clips: Clips, tmp_path: Path
+    service: FakeService, clips: Clips, tmp_path: Path
 ) -> None:
-    async with draining(studio, clips, tmp_path) as (client, drain):
+    async with draining(service, clips, tmp_path) as (client, drain):
         picture = asyncio.create_task(client.post(IMAGES, json={"prompt": "a"}))
-        await until(lambda: studio.performed)
+        await until(lambda: service.performed)
         assert (await client.get("/live")).status_code == 200
         ending = asyncio.create_task(drain.finish(grace_s=3600))
         await until(lambda: drain.has_begun)
@@ -58,21 +58,21 @@ async def test_what_is_under_way_ends_and_what_comes_is_refused(
         assert (await client.get("/health")).status_code == 200
         assert (await client.get("/live")).json()["error"]["code"] == "server_stopping"
         assert not ending.done()
-        studio.permit(4)
+        service.permit(4)
         assert (await picture).status_code == 200
         await ending
-    assert [request.prompt for request in studio.performed] == ["a"]
+    assert [request.prompt for request in service.performed] == ["a"]
 
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_what_takes_too_long_is_told(
-    studio: FakeStudio, clips: Clips, tmp_path: Path, first_bytes: asyncio.Event, stream: bool
+    service: FakeService, clips: Clips, tmp_path: Path, first_bytes: asyncio.Event, stream: bool
 ) -> None:
-    async with draining(studio, clips, tmp_path) as (client, drain):
+    async with draining(service, clips, tmp_path) as (client, drain):
         body = {"prompt": "a"} | ({"stream": True, "stream_progress": True} if stream else {})
         picture = asyncio.create_task(client.post(IMAGES, json=body))
-        studio.permit()
-        await until(lambda: first_bytes.is_set() if stream else studio.performed)
+        service.permit()
+        await until(lambda: first_bytes.is_set() if stream else service.performed)
         await drain.finish(grace_s=0.0)
         answer = await picture
     if stream:
@@ -82,22 +82,22 @@ async def test_what_takes_too_long_is_told(
         assert answer.status_code == 503
         event = answer.json()
     assert event["error"]["code"] == "server_stopping", json.dumps(event)
-    assert len(studio.closed) == 1, "the job was stopped"
+    assert len(service.closed) == 1, "the job was stopped"
 
 
 async def test_watchers_go_at_once_and_clips_are_queued_again(
-    studio: FakeStudio, clips: Clips, tmp_path: Path, watch: Watch
+    service: FakeService, clips: Clips, tmp_path: Path, watch: Watch
 ) -> None:
-    async with draining(studio, clips, tmp_path) as (client, drain):
+    async with draining(service, clips, tmp_path) as (client, drain):
         video = (await client.post("/v1/videos", json={"prompt": "a"})).json()
         watching = await watch(client, video["id"])
-        await until(lambda: studio.performed)
+        await until(lambda: service.performed)
         ending = asyncio.create_task(drain.finish(grace_s=3600))
         assert sse(await watching)[-1][1]["error"]["code"] == "server_stopping"
         await clips.stop()
         await ending
-    again = Clips(studio, ClipSettings(data_dir=tmp_path, **QUICK))
-    studio.reasons["fake-clips"] = "takes no clip"
+    again = Clips(service, ClipSettings(data_dir=tmp_path, **QUICK))
+    service.reasons["fake-clips"] = "takes no clip"
     await again.start()
     record = await again.get(video["id"])
     await again.stop()

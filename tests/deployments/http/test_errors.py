@@ -1,4 +1,4 @@
-"""Bad input never reaches the studio; every error has OpenAI's shape, its status, and the request's id."""
+"""Bad input never reaches the service; every error has OpenAI's shape, its status, and the request's id."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import pytest
 from fastapi import FastAPI
 
 from deployments.observability.metrics import REQUEST_FAILURES
-from deployments.service.flow import DeployedStudio
-from deployments.service.interface import ModelUnavailableError, Output, StudioEvent
+from deployments.service.flow import DeployedService
+from deployments.service.interface import ModelUnavailableError, Output, ServiceEvent
 from deployments.service.readiness import Readiness
 from engines.core.engine import JobFailedError
 from engines.gang.errors import GangBrokenError, QueueFullError
@@ -25,7 +25,7 @@ from pipelines.request import NO_PICTURES, InputPictures, MediaRequest
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.support.bad_bodies import BAD_IMAGES, BAD_VIDEOS
 from tests.deployments.service.support.set_stages import Stages
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
@@ -44,14 +44,14 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def untouched(tmp_path_factory: pytest.TempPathFactory) -> FastAPI:
-    """Return an API without running jobs or a studio: a request that passes the checks gives a 500."""
-    return build(BareStudio(), tmp_path_factory.mktemp("data"))
+    """Return an API without running jobs or a service: a request that passes the checks gives a 500."""
+    return build(BareService(), tmp_path_factory.mktemp("data"))
 
 
-class BareStudio(FakeStudio):
+class BareService(FakeService):
     def perform(
         self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
-    ) -> AsyncGenerator[StudioEvent, None]:
+    ) -> AsyncGenerator[ServiceEvent, None]:
         raise AssertionError(request)
 
 
@@ -99,10 +99,10 @@ async def test_a_picture_that_is_not_finite_is_told_and_counted(
     name = "fake-pictures"
     step = Progress(job_id="j", step=1, num_steps=2, num_ranks=2)
     stages: Any = Stages([step, failure])
-    studio: Any = DeployedStudio(FakeStudio().cards(), {name: stages}, Ready({name: ()}))
+    service: Any = DeployedService(FakeService().cards(), {name: stages}, Ready({name: ()}))
     count = REQUEST_FAILURES.labels(name, type(failure).__name__)
     before = [sample.value for metric in count.collect() for sample in metric.samples]
-    async with client_of(build(studio, tmp_path)) as client:
+    async with client_of(build(service, tmp_path)) as client:
         error = error_of(await client.post(IMAGES, json={"prompt": "a", "model": name}), status)
     assert (error["code"], error["message"].endswith(str(failure))) == (code, True)
     after = [sample.value for metric in count.collect() for sample in metric.samples]
@@ -155,8 +155,8 @@ async def test_unknown_model_route_method_and_content_type(client: httpx.AsyncCl
         assert error_of(await client.get("/v1/videos", params={"after": after}), 404)["param"] == "after"
 
 
-async def test_body_too_large(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, max_body_bytes=1000)) as client:
+async def test_body_too_large(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, max_body_bytes=1000)) as client:
         told = await client.post(IMAGES, json={"prompt": "a" * 1000})
         assert error_of(told, 413)["code"] == "body_too_large"
 
@@ -168,10 +168,10 @@ async def test_body_too_large(studio: FakeStudio, tmp_path: Path) -> None:
         assert "1000 bytes" in error_of(answer, 413)["message"]
         part = await client.post("/v1/videos", files={"prompt": (None, "a" * 1000)})
         error_of(part, 413)
-    assert studio.performed == []
+    assert service.performed == []
 
 
-def test_endless_body_is_cut_off(studio: FakeStudio, tmp_path: Path) -> None:
+def test_endless_body_is_cut_off(service: FakeService, tmp_path: Path) -> None:
     num_sent = 0
 
     def endless() -> Iterator[bytes]:
@@ -180,7 +180,7 @@ def test_endless_body_is_cut_off(studio: FakeStudio, tmp_path: Path) -> None:
             num_sent += 1
             yield b" " * 10_000
 
-    with serving(build(studio, tmp_path, max_body_bytes=20_000)) as url:
+    with serving(build(service, tmp_path, max_body_bytes=20_000)) as url:
         answer = httpx.post(
             url + IMAGES, content=endless(), headers={"Content-Type": "application/json"}, timeout=PATIENCE_S
         )
@@ -188,8 +188,8 @@ def test_endless_body_is_cut_off(studio: FakeStudio, tmp_path: Path) -> None:
     assert num_sent < 10_000
 
 
-async def test_api_keys(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, api_keys=("alpha", "bêta"))) as client:
+async def test_api_keys(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, api_keys=("alpha", "bêta"))) as client:
         answer = await client.post(IMAGES, content="not even JSON")
         assert error_of(answer, 401)["code"] == "missing_api_key"
         assert answer.headers["www-authenticate"] == "Bearer"
@@ -217,9 +217,9 @@ FAILURES = [
 
 @pytest.mark.parametrize("stream", [False, True], ids=["plain", "stream"])
 @pytest.mark.parametrize(("raised", "status", "code", "headers"), FAILURES, ids=lambda value: type(value).__name__)
-async def test_failures_of_the_studio(
+async def test_failures_of_the_service(
     client: httpx.AsyncClient,
-    studio: FakeStudio,
+    service: FakeService,
     raised: Exception,
     status: int,
     code: str,
@@ -230,7 +230,7 @@ async def test_failures_of_the_studio(
     def fail(request: MediaRequest) -> None:
         raise raised
 
-    studio.before = fail
+    service.before = fail
     answer = await client.post(IMAGES, json={"prompt": "a", "stream": stream, "n": 2})
     error = error_of(answer, status)
     assert error["code"] == code
@@ -239,12 +239,12 @@ async def test_failures_of_the_studio(
     assert status == 500 or str(raised) in error["message"]
 
 
-async def test_failures_in_a_stream_that_has_begun(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_failures_in_a_stream_that_has_begun(client: httpx.AsyncClient, service: FakeService) -> None:
     def fail(request: MediaRequest, step: int) -> None:
         if step == 2:
             raise GangBrokenError("rank 0 died")
 
-    studio.at_step = fail
+    service.at_step = fail
     answer = await client.post(IMAGES, json={"prompt": "a", "stream": True, "stream_progress": True})
     assert answer.status_code == 200
     *_, last = answer.text.split("\n\n")[:-1]
@@ -253,21 +253,21 @@ async def test_failures_in_a_stream_that_has_begun(client: httpx.AsyncClient, st
     assert (name, event["type"], event["error"]["code"]) == ("error", "error", "gang_broken")
 
 
-async def test_one_failing_picture_stops_the_others(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.step_s = 1000
+async def test_one_failing_picture_stops_the_others(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.step_s = 1000
 
     def fail(request: MediaRequest) -> None:
         if request.seed == 2:
             raise GangBrokenError("rank 0 died")
 
-    studio.before = fail
+    service.before = fail
     error_of(await client.post(IMAGES, json={"prompt": "a", "n": 3, "seed": 1}), 502)
-    assert len(studio.closed) == 3
-    assert studio.finished == []
+    assert len(service.closed) == 3
+    assert service.finished == []
 
 
-async def test_not_ready(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.reasons["fake-pictures"] = "loading weights"
+async def test_not_ready(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.reasons["fake-pictures"] = "loading weights"
     answer = await client.get("/health")
     assert answer.status_code == 503
     assert answer.json()["models"] == {"fake-pictures": "loading weights", "fake-clips": "ready"}
@@ -275,7 +275,7 @@ async def test_not_ready(client: httpx.AsyncClient, studio: FakeStudio) -> None:
     assert "loading weights" in error_of(answer, 503)["message"]
     assert answer.headers["retry-after"]
     assert (await client.post("/v1/videos", json={"prompt": "a"})).status_code == 200
-    studio.reasons.clear()
+    service.reasons.clear()
     assert (await client.get("/health")).json()["status"] == "ready"
 
 
@@ -289,12 +289,12 @@ async def test_request_ids(client: httpx.AsyncClient) -> None:
     assert len(ids) == 3
 
 
-async def test_proxy_that_answers_with_the_id_itself(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, sends_request_id=False)) as client:
+async def test_proxy_that_answers_with_the_id_itself(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, sends_request_id=False)) as client:
         assert "x-request-id" not in (await client.get("/health")).headers
         for given in (b"mine", "a b/ü\n".encode("unicode_escape"), b"a" * 200, b""):
             await client.post(IMAGES, json={"prompt": "a"}, headers={b"X-Request-Id": given})
-    ids = [request.request_id.rpartition("-")[0] for request in studio.performed]
+    ids = [request.request_id.rpartition("-")[0] for request in service.performed]
     assert ids[0] == "mine"
     assert ids[1].startswith("a b/")
     assert ids[2] == "a" * 128

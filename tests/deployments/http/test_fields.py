@@ -16,7 +16,7 @@ from pipelines.request import MediaRequest
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished, make
 from tests.deployments.http.support.events import sse
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.fenced import ROOT
 
 BODIES = [ImageBody, EditBody, VideoBody]
@@ -65,11 +65,11 @@ def test_what_is_marked_is_said_to_be_without_effect(body: type[MediaBody]) -> N
     assert effectless(body).keys() - ones - said == set()
 
 
-async def test_what_changes_nothing_is_accepted(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_what_changes_nothing_is_accepted(client: httpx.AsyncClient, service: FakeService) -> None:
     for body in ({"prompt": "a"}, {"prompt": "a", **MEANS_THE_DEFAULT, **effectless(ImageBody)}):
         answer = await client.post(IMAGES, json=body)
         assert answer.status_code == 200, answer.text
-    plain, full = studio.performed
+    plain, full = service.performed
     assert comparable(plain) == comparable(full)
     assert full.seed >= 0
     assert answer.json()["safety_identifier"] == "somebody"
@@ -77,7 +77,7 @@ async def test_what_changes_nothing_is_accepted(client: httpx.AsyncClient, studi
 
 @pytest.mark.parametrize("as_form", [False, True], ids=["json", "form"])
 async def test_what_changes_nothing_is_accepted_of_clips(
-    client: httpx.AsyncClient, studio: FakeStudio, as_form: bool
+    client: httpx.AsyncClient, service: FakeService, as_form: bool
 ) -> None:
     full = {"prompt": "a", **MEANS_THE_DEFAULT, **effectless(VideoBody)}
     assert "generate_sound" not in full, "clips may have one"
@@ -86,11 +86,11 @@ async def test_what_changes_nothing_is_accepted_of_clips(
         answer = await client.post("/v1/videos", **body)
         assert answer.status_code == 200, answer.text
         await finished(client, answer.json()["id"])
-    plain, other = studio.performed
+    plain, other = service.performed
     assert comparable(plain) == comparable(other)
 
 
-async def test_null_and_empty_form_fields_count_as_absent(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_null_and_empty_form_fields_count_as_absent(client: httpx.AsyncClient, service: FakeService) -> None:
     answer = await client.post(IMAGES, json={"prompt": "a", "lora": None, "seed": None, "stream": None, "n": None})
     assert answer.status_code == 200, answer.text
     form = {"prompt": "a", "model": "", "seed": "", "seconds": "", "input_reference": "", "num_frames": "", "size": ""}
@@ -113,7 +113,7 @@ async def test_null_and_empty_form_fields_count_as_absent(client: httpx.AsyncCli
     ],
 )
 async def test_quality_becomes_steps(
-    client: httpx.AsyncClient, studio: FakeStudio, fields: dict[str, Any], quality: str | None, num_steps: int
+    client: httpx.AsyncClient, service: FakeService, fields: dict[str, Any], quality: str | None, num_steps: int
 ) -> None:
     answer = (await client.post(IMAGES, json={"prompt": "a", **fields})).json()
     assert (answer["quality"], answer["num_inference_steps"]) == (quality, num_steps)
@@ -121,7 +121,7 @@ async def test_quality_becomes_steps(
     *previews, (_, last) = sse(stream)
     assert (last["quality"], last["num_inference_steps"]) == (quality or "auto", num_steps)
     assert [data["quality"] for _, data in previews] == [quality or "auto"]
-    assert [request.num_inference_steps for request in studio.performed] == [num_steps, num_steps]
+    assert [request.num_inference_steps for request in service.performed] == [num_steps, num_steps]
     clip = await make(client, **fields)
     assert clip["num_inference_steps"] == num_steps
 
@@ -147,10 +147,10 @@ async def test_width_and_height(client: httpx.AsyncClient) -> None:
     ],
 )
 async def test_guidance_of_a_model_without_a_distilled_one(
-    client: httpx.AsyncClient, studio: FakeStudio, fields: dict[str, Any], true_cfg_scale: float
+    client: httpx.AsyncClient, service: FakeService, fields: dict[str, Any], true_cfg_scale: float
 ) -> None:
     await finished(client, (await make(client, **fields))["id"])
-    (request,) = studio.performed
+    (request,) = service.performed
     assert (request.guidance_scale, request.true_cfg_scale) == (0.0, true_cfg_scale)
 
 

@@ -12,14 +12,14 @@ import pytest
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 ALIASES = {"fake-pictures": ("gpt-image-1", "dall-e-3"), "fake-clips": ("sora-2", "default")}
 
 
 def test_fixed_names_by_aliases(tmp_path: Path) -> None:
     with (
-        serving(build(FakeStudio(aliases=ALIASES), tmp_path)) as url,
+        serving(build(FakeService(aliases=ALIASES), tmp_path)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         for name in ALIASES["fake-pictures"]:
@@ -34,7 +34,7 @@ def test_fixed_names_by_aliases(tmp_path: Path) -> None:
 
 
 async def test_cards_say_what_to_ask_for(client: httpx.AsyncClient, tmp_path: Path) -> None:
-    async with client_of(build(FakeStudio(aliases=ALIASES), tmp_path)) as client:
+    async with client_of(build(FakeService(aliases=ALIASES), tmp_path)) as client:
         pictures, clips = (await client.get("/v1/models")).json()["data"]
         assert pictures["aliases"] == ["gpt-image-1", "dall-e-3"]
         assert (pictures["steps"], clips["steps"]) == ({"low": 2, "medium": 4, "high": 6},) * 2

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 VIDEOS = "/v1/videos"
 QUERY = "application/x-www-form-urlencoded"
@@ -45,11 +45,11 @@ async def test_text_is_what_encoders_of_others_wrote(client: httpx.AsyncClient, 
     ],
 )
 async def test_what_is_not_utf8_is_refused(
-    client: httpx.AsyncClient, studio: FakeStudio, content: bytes, content_type: str, param: str
+    client: httpx.AsyncClient, service: FakeService, content: bytes, content_type: str, param: str
 ) -> None:
     error = error_of(await post(client, content, content_type), 400)
     assert (error["param"], "not in UTF-8" in error["message"]) == (param, True)
-    assert studio.performed == []
+    assert service.performed == []
 
 
 @pytest.mark.parametrize("charset", ["undefined", "latin-1", "punycode", "nonsense", "hex"])

@@ -22,7 +22,7 @@ from pipelines.request import MediaRequest
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.test_disconnect import until
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.deployments.support.files import file_of, noise
 from tests.support.patience import PATIENCE_S
 
@@ -32,8 +32,8 @@ KEY = {"Idempotency-Key": "order-7"}
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(takes_pictures=True)
+def service() -> FakeService:
+    return FakeService(takes_pictures=True)
 
 
 def body_of(path: str, **fields: Any) -> dict[str, Any]:
@@ -42,12 +42,12 @@ def body_of(path: str, **fields: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", [IMAGES, EDITS])
-async def test_pictures_are_drawn_once(client: httpx.AsyncClient, studio: FakeStudio, path: str) -> None:
+async def test_pictures_are_drawn_once(client: httpx.AsyncClient, service: FakeService, path: str) -> None:
     """The seed is random: new pictures would differ."""
     first, again = [await client.post(path, **body_of(path, prompt="a"), headers=KEY) for _ in range(2)]
     assert first.status_code == 200, first.text
     assert (again.status_code, again.content, again.headers["idempotent-replayed"]) == (200, first.content, "true")
-    assert (len(studio.performed), "idempotent-replayed" in first.headers) == (1, False)
+    assert (len(service.performed), "idempotent-replayed" in first.headers) == (1, False)
     error = error_of(await client.post(path, **body_of(path, prompt="b"), headers=KEY), 409)
     assert (error["code"], error["param"]) == ("idempotency_key_reused", "Idempotency-Key")
     assert (await client.post(path, **body_of(path, prompt="a"))).content != first.content
@@ -55,7 +55,7 @@ async def test_pictures_are_drawn_once(client: httpx.AsyncClient, studio: FakeSt
 
 
 @pytest.mark.parametrize("path", [IMAGES, EDITS])
-async def test_a_stream_is_drawn_once(client: httpx.AsyncClient, studio: FakeStudio, path: str) -> None:
+async def test_a_stream_is_drawn_once(client: httpx.AsyncClient, service: FakeService, path: str) -> None:
     asked = body_of(path, prompt="a", stream=True, n=2, partial_images=1)
     first, again = [await client.post(path, **asked, headers=KEY) for _ in range(2)]
     kind = "image_edit" if path == EDITS else "image_generation"
@@ -65,49 +65,49 @@ async def test_a_stream_is_drawn_once(client: httpx.AsyncClient, studio: FakeStu
     assert [block for block in again.text.split("\n\n") if block] == last, "the same bytes, without previews"
     assert len(last) == 2
     assert again.headers["content-type"] == first.headers["content-type"]
-    assert (len(studio.performed), again.headers["idempotent-replayed"]) == (2, "true")
+    assert (len(service.performed), again.headers["idempotent-replayed"]) == (2, "true")
     assert error_of(await client.post(path, **body_of(path, prompt="b", stream=True), headers=KEY), 409)
 
 
-async def test_of_two_streams_at_once_one_is_drawn(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.permits = asyncio.Semaphore(0)
+async def test_of_two_streams_at_once_one_is_drawn(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.permits = asyncio.Semaphore(0)
     body = {"prompt": "a", "stream": True}
     both = [asyncio.create_task(client.post(IMAGES, json=body, headers=KEY)) for _ in range(2)]
-    await until(lambda: len(studio.performed) == 1)
+    await until(lambda: len(service.performed) == 1)
     for _ in range(8):
-        studio.permits.release()
+        service.permits.release()
     first, second = await asyncio.gather(*both)
     assert second.text in first.text
     assert "image_generation.completed" in second.text
-    assert len(studio.performed) == 1
+    assert len(service.performed) == 1
 
 
-async def test_a_stream_that_fails_is_not_kept(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_a_stream_that_fails_is_not_kept(client: httpx.AsyncClient, service: FakeService) -> None:
     body, failures = {"prompt": "a", "stream": True, "stream_progress": True}, [JobFailedError("no such luck")]
 
     def fail(request: MediaRequest, step: int) -> None:
         if step == 2 and failures:
             raise failures.pop()
 
-    studio.at_step = fail
+    service.at_step = fail
     assert "job_failed" in (await client.post(IMAGES, json=body, headers=KEY)).text
     assert "image_generation.completed" in (await client.post(IMAGES, json=body, headers=KEY)).text
 
 
-def test_a_stream_that_is_left_is_drawn_anew(studio: FakeStudio, tmp_path: Path) -> None:
+def test_a_stream_that_is_left_is_drawn_anew(service: FakeService, tmp_path: Path) -> None:
     body = {"prompt": "a", "stream": True, "stream_progress": True, "num_inference_steps": 50}
-    with serving(build(studio, tmp_path)) as url:
+    with serving(build(service, tmp_path)) as url:
         with httpx.stream("POST", f"{url}{IMAGES}", json=body, headers=KEY) as answer:
             next(answer.iter_lines())
         again = httpx.post(f"{url}{IMAGES}", json=body, headers=KEY, timeout=PATIENCE_S)
     assert "image_generation.completed" in again.text
-    assert (len(studio.performed), len(studio.closed)) == (2, 1)
+    assert (len(service.performed), len(service.closed)) == (2, 1)
 
 
-def test_a_clip_of_the_official_client_is_made_once(studio: FakeStudio, tmp_path: Path) -> None:
+def test_a_clip_of_the_official_client_is_made_once(service: FakeService, tmp_path: Path) -> None:
     """It holds by form and by JSON; a deleted clip may be made again."""
     with (
-        serving(build(studio, tmp_path)) as url,
+        serving(build(service, tmp_path)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         first, again = [client.videos.create(prompt="a", size="32x32", extra_headers=KEY) for _ in range(2)]  # type: ignore[arg-type]
@@ -119,62 +119,62 @@ def test_a_clip_of_the_official_client_is_made_once(studio: FakeStudio, tmp_path
         assert client.videos.create(prompt="a", size="32x32", extra_headers=KEY).id != first.id  # type: ignore[arg-type]
 
 
-async def test_a_clip_that_is_awaited_is_made_once(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_a_clip_that_is_awaited_is_made_once(client: httpx.AsyncClient, service: FakeService) -> None:
     first, again = [await client.post(f"{VIDEOS}/sync", json={"prompt": "a"}, headers=KEY) for _ in range(2)]
     assert (first.status_code, first.headers["x-troupe-video-id"]) == (200, again.headers["x-troupe-video-id"])
-    assert len(studio.performed) == 1
+    assert len(service.performed) == 1
 
 
-async def test_of_two_that_come_at_once_one_is_drawn(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.permits = asyncio.Semaphore(0)
+async def test_of_two_that_come_at_once_one_is_drawn(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.permits = asyncio.Semaphore(0)
     both = [asyncio.create_task(client.post(IMAGES, json={"prompt": "a"}, headers=KEY)) for _ in range(2)]
-    await until(lambda: len(studio.performed) == 1)
+    await until(lambda: len(service.performed) == 1)
     for _ in range(8):
-        studio.permits.release()
+        service.permits.release()
     first, second = await asyncio.gather(*both)
     assert (first.status_code, first.content) == (200, second.content)
-    assert len(studio.performed) == 1
+    assert len(service.performed) == 1
 
 
-async def test_keys_are_those_of_an_api_key_and_a_path(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, api_keys=("alpha", "beta"))) as client:
+async def test_keys_are_those_of_an_api_key_and_a_path(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, api_keys=("alpha", "beta"))) as client:
         for key, prompt in (("alpha", "a"), ("beta", "b")):
             headers = {"Authorization": f"Bearer {key}"} | KEY
             assert (await client.post(IMAGES, json={"prompt": prompt}, headers=headers)).status_code == 200
             assert (await client.post(VIDEOS, json={"prompt": prompt}, headers=headers)).status_code == 200
-    async with client_of(build(studio, tmp_path, api_keys=("alpha",))) as client:
+    async with client_of(build(service, tmp_path, api_keys=("alpha",))) as client:
         headers = {"Authorization": "Bearer alpha"} | KEY
         again = await client.post(IMAGES, json={"prompt": "a"}, headers=headers)
         assert again.headers["idempotent-replayed"] == "true", "the key outlives a restart"
 
 
 async def test_a_day_later_and_after_an_error_it_is_made_anew(
-    client: httpx.AsyncClient, studio: FakeStudio, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert (await client.post(IMAGES, json={"prompt": "a", "seed": -5}, headers=KEY)).status_code == 400
     assert (await client.post(IMAGES, json={"prompt": "a"}, headers=KEY)).status_code == 200
     later_s = time.time() + 86401
     monkeypatch.setattr(idempotency, "time", SimpleNamespace(time=lambda: later_s))
     assert (await client.post(IMAGES, json={"prompt": "b"}, headers=KEY)).status_code == 200
-    assert len(studio.performed) == 2
+    assert len(service.performed) == 2
     assert (await client.post(IMAGES, json={"prompt": "b"}, headers={"Idempotency-Key": "a" * 256})).status_code == 400
 
 
 async def test_of_two_replicas_one_draws_and_the_other_waits(
-    studio: FakeStudio, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
+    service: FakeService, tmp_path: Path, database_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(idempotency, "LOOK_EVERY_S", 0.01)
-    studio.permits = asyncio.Semaphore(0)
+    service.permits = asyncio.Semaphore(0)
     place: dict[str, Any] = {"clips": {"database_url": database_url}}
-    async with client_of(build(studio, tmp_path, **place)) as one, client_of(build(studio, tmp_path, **place)) as two:
+    async with client_of(build(service, tmp_path, **place)) as one, client_of(build(service, tmp_path, **place)) as two:
         both = [asyncio.create_task(client.post(IMAGES, json={"prompt": "a"}, headers=KEY)) for client in (one, two)]
-        await until(lambda: len(studio.performed) == 1)
+        await until(lambda: len(service.performed) == 1)
         await asyncio.sleep(0.05)  # the other has looked
         for _ in range(8):
-            studio.permits.release()
+            service.permits.release()
         first, second = await asyncio.gather(*both)
         assert (first.status_code, second.status_code, first.content) == (200, 200, second.content)
-        assert len(studio.performed) == 1
+        assert len(service.performed) == 1
         assert error_of(await two.post(IMAGES, json={"prompt": "b"}, headers=KEY), 409)
 
 
@@ -212,11 +212,11 @@ async def test_the_oldest_answers_make_room(database_url: str) -> None:
 
 
 async def test_without_the_database_only_requests_without_a_key_are_made(
-    client: httpx.AsyncClient, studio: FakeStudio, tmp_path: Path
+    client: httpx.AsyncClient, service: FakeService, tmp_path: Path
 ) -> None:
     for file in tmp_path.glob("jobs.sqlite3*"):
         file.unlink()
     error = error_of(await client.post(IMAGES, json={"prompt": "a"}, headers=KEY), 503)
     assert error["code"] == "storage_unavailable"
-    assert studio.performed == []
+    assert service.performed == []
     assert (await client.post(IMAGES, json={"prompt": "a"})).status_code == 200

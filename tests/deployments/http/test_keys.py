@@ -12,7 +12,7 @@ import pytest
 from deployments.usage.api_keys import hash_of
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
@@ -44,8 +44,8 @@ async def finish(client: httpx.AsyncClient, video_id: str, key: str) -> None:
             await asyncio.sleep(0.02)
 
 
-async def test_clips_are_there_for_the_key_that_made_them(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, api_keys=KEYS)) as client:
+async def test_clips_are_there_for_the_key_that_made_them(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, api_keys=KEYS)) as client:
         of_alpha = [await create(client, "alpha") for _ in range(3)]
         of_beta = await create(client, "beta")
         await finish(client, of_alpha[0], "alpha")
@@ -69,8 +69,8 @@ async def test_clips_are_there_for_the_key_that_made_them(studio: FakeStudio, tm
 VIDEO = f"video_{'0' * 32}"
 
 
-async def test_keys_may_share(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, api_keys=KEYS, share_between_keys=True)) as client:
+async def test_keys_may_share(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, api_keys=KEYS, share_between_keys=True)) as client:
         made = await create(client, "alpha")
         assert await listed(client, "beta") == [made]
         assert (await client.delete(f"/v1/videos/{made}", headers=by("beta"))).status_code == 200
@@ -78,14 +78,14 @@ async def test_keys_may_share(studio: FakeStudio, tmp_path: Path) -> None:
         assert (await client.get(url, headers=by("beta"))).status_code == 200
 
 
-async def test_what_was_made_without_keys_is_there_for_none(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path)) as client:
+async def test_what_was_made_without_keys_is_there_for_none(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path)) as client:
         made = str((await client.post("/v1/videos", json={"prompt": "a"})).json()["id"])
-    async with client_of(build(studio, tmp_path, api_keys=KEYS)) as client:
+    async with client_of(build(service, tmp_path, api_keys=KEYS)) as client:
         assert await listed(client, "alpha") == []
         assert (await client.get(f"/v1/videos/{made}", headers=by("alpha"))).status_code == 404
         of_alpha = await create(client, "alpha")
-    async with client_of(build(studio, tmp_path)) as client:
+    async with client_of(build(service, tmp_path)) as client:
         ids = [video["id"] for video in (await client.get("/v1/videos")).json()["data"]]
         assert ids == [of_alpha, made], "without keys, everything is everybody's"
 
@@ -95,8 +95,8 @@ async def picture_url(client: httpx.AsyncClient, key: str) -> str:
     return str((await client.post(IMAGES, json=body, headers=by(key))).json()["data"][0]["url"])
 
 
-async def test_files_are_not_there_for_other_keys(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, api_keys=KEYS)) as client:
+async def test_files_are_not_there_for_other_keys(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, api_keys=KEYS)) as client:
         url = await picture_url(client, "alpha")
         assert (await client.get(url, headers=by("alpha"))).status_code == 200
         assert error_of(await client.get(url, headers=by("beta")), 404)["param"] == "name"
@@ -104,17 +104,17 @@ async def test_files_are_not_there_for_other_keys(studio: FakeStudio, tmp_path: 
         assert (await client.get(url)).status_code == 200, "the name is the secret"
 
 
-async def test_files_of_keys_are_swept_like_others(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, api_keys=KEYS, max_files_bytes=600)) as client:
+async def test_files_of_keys_are_swept_like_others(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, api_keys=KEYS, max_files_bytes=600)) as client:
         urls = [await picture_url(client, KEYS[index % 2]) for index in range(8)]
         answers = [(await client.get(url)).status_code for url in urls]
     assert answers[0] == 404
     assert answers[-1] == 200
 
 
-async def test_no_key_is_on_the_disk(studio: FakeStudio, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_key_is_on_the_disk(service: FakeService, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     key = "a-very-particular-key"
-    async with client_of(build(studio, tmp_path, api_keys=(key,))) as client:
+    async with client_of(build(service, tmp_path, api_keys=(key,))) as client:
         await create(client, key)
         await picture_url(client, key)
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
@@ -134,11 +134,11 @@ async def test_no_key_is_on_the_disk(studio: FakeStudio, tmp_path: Path, caplog:
     ],
 )
 async def test_urls_have_the_name_that_the_keys_holder_sent(
-    studio: FakeStudio, tmp_path: Path, settings: dict[str, Any], status: int, start: str
+    service: FakeService, tmp_path: Path, settings: dict[str, Any], status: int, start: str
 ) -> None:
     """A public name has precedence; names are limited by ``allowed_hosts``, and only key holders get URLs."""
     body, host = {"prompt": "a", "response_format": "url"}, {"Host": "pictures.example:81"}
-    async with client_of(build(studio, tmp_path, api_keys=KEYS, **settings)) as client:
+    async with client_of(build(service, tmp_path, api_keys=KEYS, **settings)) as client:
         answer = await client.post(IMAGES, json=body, headers=by("alpha") | host)
         assert answer.status_code == status
         assert status != 200 or answer.json()["data"][0]["url"].startswith(start)

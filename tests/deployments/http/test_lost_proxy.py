@@ -14,7 +14,7 @@ from starlette.types import Message
 
 from tests.deployments.http.conftest import build
 from tests.deployments.http.test_disconnect import until
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 IMAGES = "/v1/images/generations"
 
@@ -52,34 +52,34 @@ def body(**fields: Any) -> Message:
 async def test_its_pictures_are_stopped(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, fields: dict[str, Any]
 ) -> None:
-    studio, proxy = FakeStudio(permits=asyncio.Semaphore(0)), DyingProxy(body(**fields))
-    app = build(studio, tmp_path, first_event_wait_s=60.0)
+    service, proxy = FakeService(permits=asyncio.Semaphore(0)), DyingProxy(body(**fields))
+    app = build(service, tmp_path, first_event_wait_s=60.0)
     with caplog.at_level(logging.INFO, "troupe"):
         request = asyncio.create_task(app(scope(), proxy.receive, proxy.send))
-        await until(lambda: len(studio.performed) == fields.get("n", 1))
+        await until(lambda: len(service.performed) == fields.get("n", 1))
         proxy.dies.set()
         await request
-    assert len(studio.closed) == len(studio.performed)
+    assert len(service.closed) == len(service.performed)
     assert [record.getMessage() for record in caplog.records] == [f"POST {IMAGES} 499"]
 
 
 async def test_a_stream_that_has_begun_is_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    studio = FakeStudio(permits=asyncio.Semaphore(1))
+    service = FakeService(permits=asyncio.Semaphore(1))
     proxy = DyingProxy(body(stream=True, stream_progress=True))
     with caplog.at_level(logging.INFO, "troupe"):
-        request = asyncio.create_task(build(studio, tmp_path)(scope(), proxy.receive, proxy.send))
+        request = asyncio.create_task(build(service, tmp_path)(scope(), proxy.receive, proxy.send))
         await until(lambda: len(proxy.answer) >= 2)
         proxy.dies.set()
         await request
-    assert len(studio.closed) == 1
+    assert len(service.closed) == 1
     assert [record.getMessage() for record in caplog.records] == [f"POST {IMAGES} 200"]
 
 
 async def test_a_body_that_breaks_off_is_no_error(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    studio = FakeStudio()
+    service = FakeService()
     proxy = DyingProxy({"type": "http.request", "body": b"{", "more_body": True})
     proxy.dies.set()
     with caplog.at_level(logging.INFO, "troupe"):
-        await build(studio, tmp_path)(scope(), proxy.receive, proxy.send)
+        await build(service, tmp_path)(scope(), proxy.receive, proxy.send)
     assert [record.getMessage() for record in caplog.records] == [f"POST {IMAGES} 499"]
     assert proxy.answer == []

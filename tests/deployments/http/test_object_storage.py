@@ -31,7 +31,7 @@ from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_videos import finished, make
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support import gcs, s3
-from tests.deployments.support.fake_studio import CLIPS, FakeStudio, clip
+from tests.deployments.support.fake_service import CLIPS, FakeService, clip
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
@@ -87,7 +87,7 @@ def names_in(storage: str) -> list[str]:
 
 
 def api_on(storage: str, folder: Path, **settings: Any) -> Any:
-    return build(FakeStudio(), folder, clips={"storage": storage}, **settings)
+    return build(FakeService(), folder, clips={"storage": storage}, **settings)
 
 
 @pytest.fixture
@@ -177,11 +177,11 @@ async def test_inputs_outlive_the_application_and_end_with_the_clip(storage: str
     served = {REQUEST.model: replace(takes_all, max_videos=3, video_sound_rate=8000)}
     asked = replace(REQUEST, num_pictures=2, has_mask=True, num_video_frames=5)
     asked = replace(asked, further_video_frames=(3, 5), sound_samples=(6, 0, 4))
-    studio = FakeStudio(step_s=1000, defaults=served)
-    async with running(studio, tmp_path, storage=storage) as clips:
+    service = FakeService(step_s=1000, defaults=served)
+    async with running(service, tmp_path, storage=storage) as clips:
         record = await clips.submit(asked, "1", pictures=INPUTS)
-        await started(studio)
-    second = FakeStudio(defaults=served)
+        await started(service)
+    second = FakeService(defaults=served)
     async with running(second, tmp_path, storage=storage) as clips:
         assert (await ended(clips, record.id)).status == "completed"
         async with asyncio.timeout(PATIENCE_S):
@@ -193,7 +193,7 @@ async def test_inputs_outlive_the_application_and_end_with_the_clip(storage: str
 
 async def test_objects_without_a_record_are_swept(storage: str, tmp_path: Path) -> None:
     ClipObjects(bucket=Bucket(storage)).write("video_of_nobody", "video", b"left by a crash")
-    async with running(FakeStudio(), tmp_path, storage=storage, orphan_s=0.05), asyncio.timeout(PATIENCE_S):
+    async with running(FakeService(), tmp_path, storage=storage, orphan_s=0.05), asyncio.timeout(PATIENCE_S):
         while names_in(storage) != [".check"] and names_in(storage):
             await asyncio.sleep(0.05)
 

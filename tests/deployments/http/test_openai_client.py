@@ -16,7 +16,7 @@ from PIL import Image
 
 from pipelines.request import MediaRequest
 from tests.deployments.http.conftest import build, serving
-from tests.deployments.support.fake_studio import FakeStudio, colour
+from tests.deployments.support.fake_service import FakeService, colour
 from tests.support.patience import PATIENCE_S
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
@@ -103,12 +103,12 @@ def test_errors_become_the_clients_exceptions(official: openai.OpenAI) -> None:
     assert missing.value.code == "model_not_found"
 
 
-def test_error_inside_a_stream(official: openai.OpenAI, studio: FakeStudio) -> None:
+def test_error_inside_a_stream(official: openai.OpenAI, service: FakeService) -> None:
     def fail(request: MediaRequest, step: int) -> None:
         if step == 2:
             raise RuntimeError("secret detail")
 
-    studio.at_step = fail
+    service.at_step = fail
     events = official.images.generate(prompt="a", stream=True, extra_body={"stream_progress": True})
     assert [next(events).type for _ in range(2)] == ["troupe.queued", "troupe.progress"]
     with pytest.raises(openai.APIError) as caught:
@@ -157,7 +157,7 @@ def test_video_pages(official: openai.OpenAI) -> None:
 
 
 def test_api_keys(tmp_path: Path) -> None:
-    with serving(build(FakeStudio(), tmp_path, api_keys=("alpha", "bêta"))) as url:
+    with serving(build(FakeService(), tmp_path, api_keys=("alpha", "bêta"))) as url:
         good = openai.OpenAI(base_url=f"{url}/v1", api_key="alpha")
         assert good.images.generate(prompt="a").data
         with pytest.raises(openai.AuthenticationError) as caught:

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 
 from tests.deployments.http.conftest import build
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
-DOCUMENT = build(FakeStudio(), Path("unused")).openapi()
+DOCUMENT = build(FakeService(), Path("unused")).openapi()
 
 
 def test_document_is_complete() -> None:

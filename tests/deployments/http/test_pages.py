@@ -14,7 +14,7 @@ from deployments.http.hosts import is_known
 from deployments.http.openapi_text import HEADERS
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
@@ -37,7 +37,7 @@ VIDEO = f"/v1/videos/video_{'0' * 32}"
     ids=str,
 )
 async def test_a_page_of_others_changes_nothing(
-    client: httpx.AsyncClient, studio: FakeStudio, headers: dict[str, str]
+    client: httpx.AsyncClient, service: FakeService, headers: dict[str, str]
 ) -> None:
     body = {"prompt": "a"}
     form = {"prompt": (None, "a")}
@@ -51,7 +51,7 @@ async def test_a_page_of_others_changes_nothing(
         assert error["code"] == "origin_not_allowed"
         assert "api.allowed_origins" in error["message"]
         assert "access-control-allow-origin" not in answer.headers
-    assert studio.performed == []
+    assert service.performed == []
     assert (await client.get("/v1/videos", headers=headers)).json()["data"] == []
 
 
@@ -69,22 +69,22 @@ async def test_programs_and_the_servers_own_page_may(client: httpx.AsyncClient, 
     assert (await client.post(IMAGES, json={"prompt": "a"}, headers=headers)).status_code == 200
 
 
-async def test_the_own_page_behind_a_proxy_may(studio: FakeStudio, tmp_path: Path) -> None:
+async def test_the_own_page_behind_a_proxy_may(service: FakeService, tmp_path: Path) -> None:
     headers = {"Origin": "https://pictures.example"}
     body = {"prompt": "a"}
-    async with client_of(build(studio, tmp_path, public_url="https://pictures.example/api")) as client:
+    async with client_of(build(service, tmp_path, public_url="https://pictures.example/api")) as client:
         assert (await client.post(IMAGES, json=body, headers=headers)).status_code == 200
     headers["X-Forwarded-Host"] = "pictures.example"
-    async with client_of(build(studio, tmp_path)) as client:
+    async with client_of(build(service, tmp_path)) as client:
         assert (await client.post(IMAGES, json=body, headers=headers)).status_code == 403
-    async with client_of(build(studio, tmp_path, trusted_proxies=("127.0.0.1",))) as client:
+    async with client_of(build(service, tmp_path, trusted_proxies=("127.0.0.1",))) as client:
         assert (await client.post(IMAGES, json=body, headers=headers)).status_code == 200
 
 
-async def test_pages_of_allowed_origins_may_give_orders_and_read_answers(studio: FakeStudio, tmp_path: Path) -> None:
+async def test_pages_of_allowed_origins_may_give_orders_and_read_answers(service: FakeService, tmp_path: Path) -> None:
     own = "https://studio.example"
     ask = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,content-type"}
-    async with client_of(build(studio, tmp_path, allowed_origins=(own,))) as client:
+    async with client_of(build(service, tmp_path, allowed_origins=(own,))) as client:
         allowed = await client.options(IMAGES, headers={"Origin": own} | ask)
         assert allowed.status_code == 200
         assert allowed.headers["access-control-allow-origin"] == own
@@ -105,19 +105,19 @@ async def test_pages_of_allowed_origins_may_give_orders_and_read_answers(studio:
         assert (await client.options(IMAGES, headers=private)).headers["access-control-allow-private-network"] == "true"
         named = await client.post(IMAGES, json={}, headers={"Origin": own, "Host": "evil.example"})
         assert (named.status_code, named.headers["access-control-allow-origin"]) == (403, own), "it may read why"
-    async with client_of(build(studio, tmp_path, allowed_origins=("*",))) as client:
+    async with client_of(build(service, tmp_path, allowed_origins=("*",))) as client:
         made = await client.post(IMAGES, json={"prompt": "a"}, headers={"Origin": EVIL})
         assert (made.status_code, made.headers["access-control-allow-origin"]) == (200, "*")
 
 
-async def test_a_name_that_was_made_to_point_here_is_refused(studio: FakeStudio, tmp_path: Path) -> None:
+async def test_a_name_that_was_made_to_point_here_is_refused(service: FakeService, tmp_path: Path) -> None:
     headers = {"Host": "evil.example:8000", "Origin": "http://evil.example:8000", "Sec-Fetch-Site": "same-origin"}
-    async with client_of(build(studio, tmp_path)) as client:
+    async with client_of(build(service, tmp_path)) as client:
         for method, path in (("GET", "/"), ("GET", "/v1/models"), ("POST", IMAGES), ("GET", "/health")):
             error = error_of(await client.request(method, path, headers=headers, json={"prompt": "a"}), 403)
             assert error["code"] == "host_not_allowed"
             assert "api.allowed_hosts" in error["message"]
-    assert studio.performed == []
+    assert service.performed == []
 
 
 HOSTS = [
@@ -149,14 +149,14 @@ HOSTS = [
 
 @pytest.mark.parametrize(("host", "settings", "is_allowed"), HOSTS)
 async def test_names_of_the_server(
-    studio: FakeStudio, tmp_path: Path, host: str, settings: dict[str, Any], is_allowed: bool
+    service: FakeService, tmp_path: Path, host: str, settings: dict[str, Any], is_allowed: bool
 ) -> None:
-    async with client_of(build(studio, tmp_path, **settings)) as client:
+    async with client_of(build(service, tmp_path, **settings)) as client:
         answer = await client.get("/health", headers={"Host": host})
         assert answer.status_code == (200 if is_allowed else 403)
 
 
-async def test_a_program_of_old_that_names_no_host_is_answered(studio: FakeStudio, tmp_path: Path) -> None:
+async def test_a_program_of_old_that_names_no_host_is_answered(service: FakeService, tmp_path: Path) -> None:
     """Load balancers request the health in HTTP/1.0; browsers always name a host."""
     assert not is_known("", ("localhost",))
     scope = {"type": "http", "method": "GET", "path": "/health", "query_string": b"", "headers": []}
@@ -168,7 +168,7 @@ async def test_a_program_of_old_that_names_no_host_is_answered(studio: FakeStudi
     async def receive() -> Any:
         return {"type": "http.request", "body": b"", "more_body": False}
 
-    await build(studio, tmp_path)(scope, receive, send)
+    await build(service, tmp_path)(scope, receive, send)
     assert messages[0]["status"] == 200
 
 
@@ -180,16 +180,16 @@ async def url_of(client: httpx.AsyncClient, **headers: str) -> str:
 FORWARDED = {"X-Forwarded-Proto": "https", "X-Forwarded-Host": "pictures.example"}
 
 
-async def test_what_a_client_says_of_a_proxy_makes_no_urls(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path)) as client:
+async def test_what_a_client_says_of_a_proxy_makes_no_urls(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path)) as client:
         assert await url_of(client) == "http://localhost"
         assert await url_of(client, **FORWARDED) == "http://localhost"
-    async with client_of(build(studio, tmp_path, trusted_proxies=("10.0.0.0/8", "192.0.2.1"))) as client:
+    async with client_of(build(service, tmp_path, trusted_proxies=("10.0.0.0/8", "192.0.2.1"))) as client:
         assert await url_of(client, **FORWARDED) == "http://localhost"
 
 
-async def test_what_a_trusted_proxy_says_makes_urls(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, trusted_proxies=("127.0.0.0/8",))) as client:
+async def test_what_a_trusted_proxy_says_makes_urls(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, trusted_proxies=("127.0.0.0/8",))) as client:
         assert await url_of(client, **FORWARDED) == "https://pictures.example"
         assert await url_of(client) == "http://localhost"
         nonsense = {"X-Forwarded-Proto": "gopher", "X-Forwarded-Host": "a/b"}
@@ -200,11 +200,11 @@ async def test_what_a_trusted_proxy_says_makes_urls(studio: FakeStudio, tmp_path
     ("proxies", "url"), [((), "http://127.0.0.1"), (("127.0.0.1",), "https://pictures.example")], ids=["no", "yes"]
 )
 async def test_a_proxy_on_the_same_machine_is_trusted_like_others(
-    studio: FakeStudio, tmp_path: Path, proxies: tuple[str, ...], url: str
+    service: FakeService, tmp_path: Path, proxies: tuple[str, ...], url: str
 ) -> None:
     """The real server's own trust in local proxies changes nothing."""
     headers = FORWARDED | {"X-Forwarded-For": "203.0.113.9"}
-    with serving(build(studio, tmp_path, trusted_proxies=proxies)) as own_url:
+    with serving(build(service, tmp_path, trusted_proxies=proxies)) as own_url:
         async with httpx.AsyncClient(base_url=own_url, timeout=PATIENCE_S) as client:
             assert (await url_of(client, **headers)).startswith(url)
 

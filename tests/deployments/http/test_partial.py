@@ -20,7 +20,7 @@ from engines.core.storage import write_atomically
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished, make
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 VARYING = {"x-request-id", "date", "server"}
@@ -117,7 +117,7 @@ async def test_head_tells_of_the_whole_file_whatever_range_it_asks_for(client: h
 
 
 def test_head_over_a_real_server_leaves_the_connection_usable(tmp_path: Path) -> None:
-    with serving(build(FakeStudio(), tmp_path)) as url:
+    with serving(build(FakeService(), tmp_path)) as url:
         connection = http.client.HTTPConnection(url.removeprefix("http://"))
         for _ in range(2):
             connection.request("HEAD", "/v1/models")
@@ -127,8 +127,8 @@ def test_head_over_a_real_server_leaves_the_connection_usable(tmp_path: Path) ->
         connection.close()
 
 
-async def test_head_of_events_does_not_wait_for_the_clip(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.step_s = 1000
+async def test_head_of_events_does_not_wait_for_the_clip(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.step_s = 1000
     video = await make(client)
     head = await client.head(f"/v1/videos/{video['id']}/events")
     assert (head.status_code, head.headers["content-type"]) == (200, "text/event-stream; charset=utf-8")

@@ -26,7 +26,7 @@ from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.http.support.events import sse
 from tests.deployments.http.test_disconnect import until
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 EDITS = "/v1/images/edits"
 PROMPT = "Random prompt 0 for benchmarking diffusion models"
@@ -110,11 +110,11 @@ async def test_pictures_of_vllm_omni(client: httpx.AsyncClient) -> None:
 
 
 @pytest.fixture
-def picky(tmp_path: Path) -> Iterator[tuple[str, FakeStudio]]:
-    """Yield the URL of a server whose models take pictures, and its studio."""
-    studio = FakeStudio(takes_pictures=True)
-    with serving(build(studio, tmp_path)) as url:
-        yield url, studio
+def picky(tmp_path: Path) -> Iterator[tuple[str, FakeService]]:
+    """Yield the URL of a server whose models take pictures, and its service."""
+    service = FakeService(takes_pictures=True)
+    with serving(build(service, tmp_path)) as url:
+        yield url, service
 
 
 async def post_form(url: str, fields: dict[str, str], file: str, content_type: str) -> dict[str, Any]:
@@ -130,26 +130,26 @@ async def post_form(url: str, fields: dict[str, str], file: str, content_type: s
         return body
 
 
-async def test_edits_of_sglang(picky: tuple[str, FakeStudio]) -> None:
-    url, studio = picky
+async def test_edits_of_sglang(picky: tuple[str, FakeService]) -> None:
+    url, service = picky
     extra = {"num_inference_steps": 3, "guidance_scale": 2.5, "seed": 7, "enable_teacache": False}  # by --extra-body
     fields = {"model": "fake-edits", "prompt": PROMPT, "response_format": "b64_json", "n": "2", "size": "64x64"}
     fields |= {name: str(value) for name, value in extra.items()}
     answer = await post_form(f"{url}{EDITS}", fields, "image", "application/octet-stream")
     assert len(answer["data"]) == 2
-    asked = [(one.num_inference_steps, one.guidance_scale, one.seed) for one in studio.performed]
+    asked = [(one.num_inference_steps, one.guidance_scale, one.seed) for one in service.performed]
     assert sorted(asked) == [(3, 2.5, 7), (3, 2.5, 8)]
 
 
-async def test_clips_from_pictures_of_sglang(picky: tuple[str, FakeStudio]) -> None:
-    url, studio = picky
+async def test_clips_from_pictures_of_sglang(picky: tuple[str, FakeService]) -> None:
+    url, service = picky
     extra = {"seed": 42, "num_inference_steps": 2, "true_cfg_scale": 3.0, "enable_teacache": False, "size": "64x64"}
     fields = {"model": "fake-begun-clips", "prompt": PROMPT, "num_outputs_per_prompt": "1", "size": "64x64"}
     fields |= {"extra_body": json.dumps(extra), "num_frames": "9", "fps": "4"}
     answer = await post_form(f"{url}/v1/videos", fields, "input_reference", "application/octet-stream")
     assert answer["num_outputs"] == 1
-    await until(lambda: len(studio.performed) == 1)
-    (request,) = studio.performed
+    await until(lambda: len(service.performed) == 1)
+    (request,) = service.performed
     asked = (request.seed, request.num_inference_steps, request.true_cfg_scale, request.num_frames, request.fps)
     assert (asked, request.num_pictures) == ((42, 2, 3.0, 9, 4), 1)
 
@@ -173,19 +173,19 @@ async def test_an_extra_body_is_looked_at_like_the_rest(
     assert message in answer.json()["error"]["message"]
 
 
-async def test_an_extra_body_in_json(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_an_extra_body_in_json(client: httpx.AsyncClient, service: FakeService) -> None:
     body = {"prompt": "a", "extra_body": {"seed": 3, "num_inference_steps": None}, "num_inference_steps": 2}
     assert (await client.post(IMAGES, json=body)).status_code == 200
-    assert [(one.seed, one.num_inference_steps) for one in studio.performed] == [(3, 2)]
+    assert [(one.seed, one.num_inference_steps) for one in service.performed] == [(3, 2)]
 
 
-async def test_edits_of_vllm_omni(picky: tuple[str, FakeStudio]) -> None:
-    url, studio = picky
+async def test_edits_of_vllm_omni(picky: tuple[str, FakeService]) -> None:
+    url, service = picky
     fields = {"model": "fake-edits", "prompt": PROMPT, "size": "64x64", "response_format": "b64_json"}
     fields |= {"num_inference_steps": "2", "seed": "42", "guidance_scale": "2.5", "bot_task": "think"}
     answer = await post_form(f"{url}{EDITS}", fields, "image", "image/png")
     assert (len(answer["data"]), answer["size"]) == (1, "64x64")
-    (request,) = studio.performed
+    (request,) = service.performed
     assert (request.num_inference_steps, request.seed, request.guidance_scale) == (2, 42, 2.5)
 
 
@@ -215,7 +215,7 @@ async def test_clips_of_aiperf(client: httpx.AsyncClient, as_form: bool) -> None
     assert content.headers["content-type"] == "video/mp4"
 
 
-async def test_edits_of_aiperf(picky: tuple[str, FakeStudio]) -> None:
+async def test_edits_of_aiperf(picky: tuple[str, FakeService]) -> None:
     fields = {"prompt": PROMPT, "model": "fake-edits", "response_format": "b64_json", "n": "1"}
     answer = await post_form(f"{picky[0]}{EDITS}", fields, "image", "image/png")
     assert answer["data"][0]["b64_json"]

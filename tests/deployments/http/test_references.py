@@ -14,7 +14,7 @@ from pipelines.request import InputPicture, InputPictures
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.deployments.support.files import data_url, file_of, noise
 
 pytestmark = pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
@@ -26,43 +26,43 @@ ONE = InputPictures(pictures=(InputPicture.of(PICTURE),))
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(takes_pictures=True)
+def service() -> FakeService:
+    return FakeService(takes_pictures=True)
 
 
 @pytest.fixture
-def official(studio: FakeStudio, tmp_path: Path) -> Iterator[openai.OpenAI]:
+def official(service: FakeService, tmp_path: Path) -> Iterator[openai.OpenAI]:
     with (
-        serving(build(studio, tmp_path)) as url,
+        serving(build(service, tmp_path)) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
     ):
         yield client
 
 
-def test_a_clip_of_the_official_client(official: openai.OpenAI, studio: FakeStudio) -> None:
+def test_a_clip_of_the_official_client(official: openai.OpenAI, service: FakeService) -> None:
     video = official.videos.create_and_poll(prompt="a", input_reference=("a", FILE), poll_interval_ms=20)
     assert (video.status, video.model, video.size) == ("completed", "fake-begun-clips", "48x32")
-    assert studio.inputs[-1] == ONE
+    assert service.inputs[-1] == ONE
     assert official.videos.create(prompt="a").model == "fake-clips"
 
 
 @pytest.mark.parametrize("reference", [URL, {"image_url": URL}, [URL]], ids=["text", "object", "list"])
-async def test_a_clip_by_json(client: httpx.AsyncClient, studio: FakeStudio, reference: object) -> None:
+async def test_a_clip_by_json(client: httpx.AsyncClient, service: FakeService, reference: object) -> None:
     answer = await client.post("/v1/videos", json={"prompt": "a", "input_reference": reference})
     assert answer.status_code == 200, answer.text
     assert (await finished(client, answer.json()["id"]))["status"] == "completed"
-    assert studio.inputs == [ONE]
+    assert service.inputs == [ONE]
 
 
 @pytest.mark.parametrize("name", ["input_reference", "input_reference[image_url]"])
-async def test_a_clip_in_one_request(client: httpx.AsyncClient, studio: FakeStudio, name: str) -> None:
+async def test_a_clip_in_one_request(client: httpx.AsyncClient, service: FakeService, name: str) -> None:
     for value in (FILE, (None, URL)):
         answer = await client.post("/v1/videos/sync", data={"prompt": "a"}, files={name: value})
         assert (answer.status_code, answer.headers["content-type"]) == (200, "video/mp4")
-        assert studio.inputs.pop() == ONE
+        assert service.inputs.pop() == ONE
 
 
-async def test_a_picture_at_a_frame(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_a_picture_at_a_frame(client: httpx.AsyncClient, service: FakeService) -> None:
     """It comes in JSON, and as text of a form."""
     written = {"prompt": "a", "num_frames": 17}
     by_json = {"json": {**written, "input_reference": URL, "frame_indices": [-1]}}
@@ -70,7 +70,7 @@ async def test_a_picture_at_a_frame(client: httpx.AsyncClient, studio: FakeStudi
     for body in (by_json, by_form):
         answer = await client.post("/v1/videos/sync", **body)
         assert answer.status_code == 200, answer.text
-        request = studio.performed.pop()
+        request = service.performed.pop()
         assert (request.frame_indices, request.num_pictures) == ((-1,), 1)
 
 

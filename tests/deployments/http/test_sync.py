@@ -16,7 +16,7 @@ from engines.gang.errors import GangBrokenError
 from pipelines.request import MediaRequest
 from tests.deployments.http.test_disconnect import until
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 SYNC = "/v1/videos/sync"
 
@@ -45,12 +45,12 @@ async def test_the_file_is_the_answer(client: httpx.AsyncClient, how: str) -> No
     ],
 )
 async def test_a_clip_that_fails(
-    client: httpx.AsyncClient, studio: FakeStudio, failure: Exception, status: int, code: str
+    client: httpx.AsyncClient, service: FakeService, failure: Exception, status: int, code: str
 ) -> None:
     def fail(request: MediaRequest, step: int) -> None:
         raise failure
 
-    studio.at_step = fail
+    service.at_step = fail
     answer = await client.post(SYNC, json={"prompt": "a"})
     error = error_of(answer, status)
     assert error["code"] == code
@@ -58,11 +58,11 @@ async def test_a_clip_that_fails(
     assert answer.headers["x-should-retry"] == "false"
 
 
-async def test_a_clip_without_room_on_the_disk(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_a_clip_without_room_on_the_disk(client: httpx.AsyncClient, service: FakeService) -> None:
     def fail(request: MediaRequest, step: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    studio.at_step = fail
+    service.at_step = fail
     assert error_of(await client.post(SYNC, json={"prompt": "a"}), 507)["code"] == "storage_full"
 
 
@@ -71,23 +71,23 @@ async def test_a_wrong_body_queues_nothing(client: httpx.AsyncClient) -> None:
     assert (await client.get("/v1/videos")).json()["data"] == []
 
 
-async def test_a_client_that_is_gone_takes_its_clip_along(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.step_s = 1000
+async def test_a_client_that_is_gone_takes_its_clip_along(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.step_s = 1000
     request = asyncio.create_task(client.post(SYNC, json={"prompt": "a"}))
-    await until(lambda: len(studio.performed) == 1)
+    await until(lambda: len(service.performed) == 1)
     while not request.done():  # like Ray Serve, until it is over
         request.cancel()
         await asyncio.sleep(0)
     with contextlib.suppress(asyncio.CancelledError):
         await request
-    assert len(studio.closed) == 1
+    assert len(service.closed) == 1
     assert (await client.get("/v1/videos")).json()["data"] == []
 
 
-async def test_a_clip_that_is_deleted_meanwhile(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.step_s = 1000
+async def test_a_clip_that_is_deleted_meanwhile(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.step_s = 1000
     request = asyncio.create_task(client.post(SYNC, json={"prompt": "a"}))
-    await until(lambda: len(studio.performed) == 1)
+    await until(lambda: len(service.performed) == 1)
     (video,) = (await client.get("/v1/videos")).json()["data"]
     await client.delete(f"/v1/videos/{video['id']}")
     assert error_of(await request, 404)["code"] == "video_not_found"

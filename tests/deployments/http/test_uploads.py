@@ -21,7 +21,7 @@ from pipelines.request import InputPictures
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.test_disconnect import until
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.deployments.support.files import data_url, file_of, noise
 from tests.support.patience import PATIENCE_S
 
@@ -32,28 +32,28 @@ FORM: dict[str, Any] = {"data": {"prompt": "a"}, "files": {"image": FILE}}
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(takes_pictures=True)
+def service() -> FakeService:
+    return FakeService(takes_pictures=True)
 
 
-async def test_pictures_may_be_larger_than_other_bodies(studio: FakeStudio, tmp_path: Path) -> None:
+async def test_pictures_may_be_larger_than_other_bodies(service: FakeService, tmp_path: Path) -> None:
     assert len(FILE) > 2000
-    async with client_of(build(studio, tmp_path, max_body_bytes=2000)) as client:
+    async with client_of(build(service, tmp_path, max_body_bytes=2000)) as client:
         assert (await client.post(EDITS, **FORM)).status_code == 200
         error_of(await client.post(IMAGES, json={"prompt": "a" * 2000}), 413)
-    async with client_of(build(studio, tmp_path, max_upload_bytes=3000)) as client:
+    async with client_of(build(service, tmp_path, max_upload_bytes=3000)) as client:
         error = error_of(await client.post(EDITS, **FORM), 413)
         assert (error["code"], error["message"]) == ("body_too_large", "The body is larger than 3000 bytes")
 
 
 async def test_where_no_model_takes_pictures_bodies_are_small(tmp_path: Path) -> None:
-    async with client_of(build(FakeStudio(), tmp_path, max_body_bytes=2000)) as client:
+    async with client_of(build(FakeService(), tmp_path, max_body_bytes=2000)) as client:
         for path in (EDITS, "/v1/videos", "/v1/videos/sync"):
             error_of(await client.post(path, **FORM), 413)
 
 
 async def test_nothing_of_a_form_goes_to_the_disk(
-    studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def rollover(_: object) -> None:
         raise AssertionError("a file was made")
@@ -61,7 +61,7 @@ async def test_nothing_of_a_form_goes_to_the_disk(
     monkeypatch.setattr(SpooledTemporaryFile, "rollover", rollover)
     large = file_of(noise(1024, 800))
     assert len(large) > 2 << 20
-    async with client_of(build(studio, tmp_path)) as client:
+    async with client_of(build(service, tmp_path)) as client:
         answer = await client.post(EDITS, data={"prompt": "a"}, files={"image": large})
         assert answer.status_code == 200, answer.text
         assert answer.json()["size"] == "80x64", "about the shape, and about the pixels of the model's own size"
@@ -75,7 +75,7 @@ async def chunks(data: bytes) -> AsyncIterator[bytes]:
 
 @pytest.mark.parametrize("is_chunked", [False, True], ids=["with a length", "chunked"])
 async def test_bodies_take_room_beyond_what_all_may_have(
-    studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_chunked: bool
+    service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_chunked: bool
 ) -> None:
     """While the first request's pictures are unpacked, another finds no room; small bodies need none."""
     may_go_on = threading.Event()
@@ -89,7 +89,7 @@ async def test_bodies_take_room_beyond_what_all_may_have(
     monkeypatch.setattr(context, "unpack", slow)
     request = httpx.Request("POST", f"http://localhost{EDITS}", **FORM)
     raw, kind = request.read(), request.headers["content-type"]
-    app = build(studio, tmp_path, max_body_bytes=2000, max_open_upload_bytes=2 * (len(raw) - 2000) - 1)
+    app = build(service, tmp_path, max_body_bytes=2000, max_open_upload_bytes=2 * (len(raw) - 2000) - 1)
     async with client_of(app) as client:
 
         async def send() -> httpx.Response:
@@ -106,22 +106,22 @@ async def test_bodies_take_room_beyond_what_all_may_have(
         assert (await send()).status_code == 200, "there is room again"
 
 
-async def test_unpacked_pictures_take_room_until_all_is_drawn(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, max_open_upload_bytes=2 * NUM_PIXEL_BYTES - 1)) as client:
-        studio.permits = asyncio.Semaphore(0)
+async def test_unpacked_pictures_take_room_until_all_is_drawn(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, max_open_upload_bytes=2 * NUM_PIXEL_BYTES - 1)) as client:
+        service.permits = asyncio.Semaphore(0)
         drawing = asyncio.create_task(client.post(EDITS, **FORM))
-        await until(lambda: len(studio.performed) == 1)
+        await until(lambda: len(service.performed) == 1)
         assert error_of(await client.post(EDITS, **FORM), 503)["code"] == "server_full"
-        studio.permits = asyncio.Semaphore(100)
+        service.permits = asyncio.Semaphore(100)
         drawing.cancel()
         with suppress(asyncio.CancelledError):
             await drawing
-        assert len(studio.closed) == 1
+        assert len(service.closed) == 1
         assert (await client.post(EDITS, **FORM)).status_code == 200
 
 
 async def test_the_server_answers_while_pictures_are_unpacked(
-    studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     may_go_on, threads = threading.Event(), []
 
@@ -131,7 +131,7 @@ async def test_the_server_answers_while_pictures_are_unpacked(
         return unpack(*args)
 
     monkeypatch.setattr(context, "unpack", slow)
-    async with client_of(build(studio, tmp_path)) as client:
+    async with client_of(build(service, tmp_path)) as client:
         edits = [asyncio.create_task(client.post(EDITS, **FORM)) for _ in range(5)]
         await until(lambda: len(threads) == 2)
         assert (await client.get("/health")).status_code == 200
@@ -141,10 +141,10 @@ async def test_the_server_answers_while_pictures_are_unpacked(
     assert threading.current_thread() not in threads
 
 
-async def test_large_json_is_read_beside_the_event_loop(studio: FakeStudio, tmp_path: Path) -> None:
+async def test_large_json_is_read_beside_the_event_loop(service: FakeService, tmp_path: Path) -> None:
     url = data_url(file_of(noise(512, 400)))
     assert len(url) > 1 << 18
-    async with client_of(build(studio, tmp_path)) as client:
+    async with client_of(build(service, tmp_path)) as client:
         assert (await client.post(EDITS, json={"prompt": "a", "image": url})).status_code == 200
         error = error_of(await client.post(EDITS, json={"prompt": "a", "image": url, "typo": 1}), 400)
     assert error["code"] == "unknown_field"
@@ -169,7 +169,7 @@ def test_room_is_counted() -> None:
 
 
 async def test_what_is_refused_anyway_is_not_unpacked(
-    studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     num_unpacked: list[int] = []
 
@@ -178,18 +178,18 @@ async def test_what_is_refused_anyway_is_not_unpacked(
         return unpack(*args)
 
     monkeypatch.setattr(context, "unpack", counted)
-    async with client_of(build(studio, tmp_path, max_open_pictures={"fake-edits": 1})) as client:
-        studio.permits = asyncio.Semaphore(0)
+    async with client_of(build(service, tmp_path, max_open_pictures={"fake-edits": 1})) as client:
+        service.permits = asyncio.Semaphore(0)
         drawing = asyncio.create_task(client.post(EDITS, **FORM))
-        await until(lambda: len(studio.performed) == 1)
+        await until(lambda: len(service.performed) == 1)
         assert error_of(await client.post(EDITS, **FORM), 429)["code"] == "queue_full"
-        studio.permits = None
+        service.permits = None
         drawing.cancel()
         with suppress(asyncio.CancelledError):
             await drawing
-        assert len(studio.closed) == 1
-        studio.reasons["fake-edits"] = "loading"
+        assert len(service.closed) == 1
+        service.reasons["fake-edits"] = "loading"
         assert error_of(await client.post(EDITS, **FORM), 503)["code"] == "model_not_ready"
         assert len(num_unpacked) == 1
-        studio.reasons.clear()
+        service.reasons.clear()
         assert (await client.post(EDITS, **FORM)).status_code == 200

@@ -12,9 +12,9 @@ NAMED, PLAIN = hash_of("named"), hash_of("plain")
 
 
 def test_names_are_few() -> None:
-    limits = (KeyLimits(key=NAMED[:8], name="studio"), KeyLimits(key=PLAIN[:8]), KeyLimits(weight=2))
+    limits = (KeyLimits(key=NAMED[:8], name="service"), KeyLimits(key=PLAIN[:8]), KeyLimits(weight=2))
     names = KeyNames(partial(find_limits, limits))
-    assert (names.name_of(NAMED), names.name_of(PLAIN), names.name_of("")) == ("studio", PLAIN[:8], "")
+    assert (names.name_of(NAMED), names.name_of(PLAIN), names.name_of("")) == ("service", PLAIN[:8], "")
     several = {names.name_of(hash_of(str(number))) for number in range(3 * MAX_UNNAMED)}
     assert len(several) == MAX_UNNAMED - 2 + 1
     assert OTHERS in several

@@ -16,7 +16,7 @@ import pytest
 from deployments.observability.logs import configure_logs, request_context
 from pipelines.request import MediaRequest
 from tests.deployments.http.conftest import build
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 Lines = Callable[[], list[dict[str, Any]]]
 
@@ -72,7 +72,7 @@ async def test_access_log(lines: Lines, tmp_path: Path) -> None:
     def fail(request: MediaRequest) -> None:
         raise RuntimeError("broken")
 
-    app = build(FakeStudio(before=fail), tmp_path)
+    app = build(FakeService(before=fail), tmp_path)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
         await client.get("/health", headers={"X-Request-Id": "mine"})
         await client.post("/v1/images/generations", json={"prompt": "a"}, headers={"X-Request-Id": "bad"})
@@ -90,12 +90,12 @@ async def test_access_log(lines: Lines, tmp_path: Path) -> None:
 
 
 async def test_health_is_logged_when_the_answer_changes(lines: Lines, tmp_path: Path) -> None:
-    studio = FakeStudio(reasons={"fake-pictures": "starting"})
+    service = FakeService(reasons={"fake-pictures": "starting"})
     async with httpx.AsyncClient(
-        transport=httpx.ASGITransport(build(studio, tmp_path)), base_url="http://localhost"
+        transport=httpx.ASGITransport(build(service, tmp_path)), base_url="http://localhost"
     ) as client:
         for reasons in ({"fake-pictures": "starting"}, {}, {"fake-pictures": "lost"}):
-            studio.reasons = reasons
+            service.reasons = reasons
             for _ in range(3):
                 await client.get("/health")
                 await client.get("/v1/models")

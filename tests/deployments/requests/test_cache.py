@@ -13,30 +13,30 @@ import pytest
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 ENOUGH = {"num_inference_steps": 12}
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio()
+def service() -> FakeService:
+    return FakeService()
 
 
 @pytest.fixture
-async def client(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(studio, tmp_path)) as client:
+async def client(service: FakeService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(build(service, tmp_path)) as client:
         yield client
 
 
 @pytest.mark.parametrize(("fields", "mode"), [({}, "off"), ({"cache": None}, "off"), ({"cache": "fast"}, "fast")])
 async def test_pictures_are_made_with_it_and_say_so(
-    client: httpx.AsyncClient, studio: FakeStudio, fields: dict[str, Any], mode: str
+    client: httpx.AsyncClient, service: FakeService, fields: dict[str, Any], mode: str
 ) -> None:
     answer = await client.post(IMAGES, json={"prompt": "a", "n": 2, **ENOUGH, **fields})
     assert answer.status_code == 200, answer.text
     assert (answer.json()["cache"], answer.headers["X-Troupe-Cache"]) == (mode, mode)
-    assert [request.cache for request in studio.performed] == [mode, mode]
+    assert [request.cache for request in service.performed] == [mode, mode]
 
 
 async def test_a_streamed_picture_says_so(client: httpx.AsyncClient) -> None:
@@ -48,13 +48,13 @@ async def test_a_streamed_picture_says_so(client: httpx.AsyncClient) -> None:
 
 
 @pytest.mark.parametrize("as_form", [False, True], ids=["json", "form"])
-async def test_a_clip_keeps_it_until_it_is_made(client: httpx.AsyncClient, studio: FakeStudio, as_form: bool) -> None:
+async def test_a_clip_keeps_it_until_it_is_made(client: httpx.AsyncClient, service: FakeService, as_form: bool) -> None:
     body = {"prompt": "a", "cache": "fast", **ENOUGH}
     sent: dict[str, Any] = {"data" if as_form else "json": body}
     answer = await client.post("/v1/videos", **sent)
     assert answer.status_code == 200, answer.text
     assert (await finished(client, answer.json()["id"]))["cache"] == "fast"
-    assert [request.cache for request in studio.performed] == ["fast"]
+    assert [request.cache for request in service.performed] == ["fast"]
 
 
 @pytest.mark.parametrize(
@@ -69,10 +69,10 @@ async def test_a_clip_keeps_it_until_it_is_made(client: httpx.AsyncClient, studi
     ],
 )
 async def test_what_cannot_be_is_told(
-    client: httpx.AsyncClient, studio: FakeStudio, fields: dict[str, Any], message: str
+    client: httpx.AsyncClient, service: FakeService, fields: dict[str, Any], message: str
 ) -> None:
     answer = await client.post(IMAGES, json={"prompt": "a", **fields})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "cache"), answer.text
     assert message in error["message"]
-    assert not studio.performed
+    assert not service.performed

@@ -12,11 +12,11 @@ from deployments.requests.handle import handle_request
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.request_errors import RequestError
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, Lora
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.deployments.support.files import data_url, file_of, noise
 
-CARDS = FakeStudio().cards()
-WITH_PICTURES = FakeStudio(takes_pictures=True).cards()
+CARDS = FakeService().cards()
+WITH_PICTURES = FakeService(takes_pictures=True).cards()
 PICTURE = noise(48, 32)
 FILE = file_of(PICTURE)
 SENT = InputPicture.of(PICTURE)
@@ -39,7 +39,7 @@ def test_the_model_decides_what_is_made(model: str | None, format: str) -> None:
     ],
 )
 def test_the_kind_decides_where_a_model_makes_both(fields: dict[str, Any], made: tuple[Any, ...], format: str) -> None:
-    cards = FakeStudio(makes_both=True).cards()
+    cards = FakeService(makes_both=True).cards()
     request, output, _ = handle_request(cards, "id", {"prompt": "a", "model": "fake-both", **fields})
     assert (request.kind, request.width, request.num_frames, request.fps) == made
     assert output.format == format
@@ -138,7 +138,7 @@ def test_wrong_pictures_are_value_errors(fields: dict[str, Any], param: str, mes
 
 @pytest.mark.parametrize(("model", "short"), [("fake-clips", False), ("fake-pictures", True)])
 def test_adapters_are_named_as_by_http(model: str, short: bool) -> None:
-    cards = FakeStudio(loras={model: (Lora(name="ink", scale=0.5),)}).cards()
+    cards = FakeService(loras={model: (Lora(name="ink", scale=0.5),)}).cards()
     fields = {"model": f"{model}:ink"} if short else {"model": model, "lora": [{"name": "ink", "scale": 0.5}]}
     request, *_ = handle_request(cards, "id", {"prompt": "a", **fields})
     assert (request.model, request.loras) == (model, (Lora(name="ink", scale=0.5),))

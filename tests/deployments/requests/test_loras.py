@@ -15,26 +15,26 @@ from pipelines.request import Lora
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 WATERCOLOUR, INK = Lora(name="watercolour", scale=0.7), Lora(name="ink")
 LORAS = {"fake-pictures": (WATERCOLOUR, INK), "fake-clips": (Lora(name="slow"),)}
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(loras=LORAS, aliases={"fake-pictures": ("dall-e-3",)})
+def service() -> FakeService:
+    return FakeService(loras=LORAS, aliases={"fake-pictures": ("dall-e-3",)})
 
 
 @pytest.fixture
-async def client(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(studio, tmp_path)) as client:
+async def client(service: FakeService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(build(service, tmp_path)) as client:
         yield client
 
 
 @pytest.fixture
-def url(studio: FakeStudio, tmp_path: Path) -> Iterator[str]:
-    with serving(build(studio, tmp_path)) as url:
+def url(service: FakeService, tmp_path: Path) -> Iterator[str]:
+    with serving(build(service, tmp_path)) as url:
         yield url
 
 
@@ -59,12 +59,12 @@ ASKED: dict[str, tuple[dict[str, Any], tuple[Lora, ...]]] = {
 
 
 @pytest.mark.parametrize("name", ASKED)
-async def test_a_request_has_its_adapters(client: httpx.AsyncClient, studio: FakeStudio, name: str) -> None:
+async def test_a_request_has_its_adapters(client: httpx.AsyncClient, service: FakeService, name: str) -> None:
     fields, loras = ASKED[name]
     answer = await client.post(IMAGES, json={"prompt": "a", **fields})
     assert answer.status_code == 200, answer.text
-    assert [(request.model, request.loras) for request in studio.performed] == [("fake-pictures", loras)]
-    assert {type(lora.scale) for lora in studio.performed[0].loras} <= {float}, "1 and 1.0 give the same file"
+    assert [(request.model, request.loras) for request in service.performed] == [("fake-pictures", loras)]
+    assert {type(lora.scale) for lora in service.performed[0].loras} <= {float}, "1 and 1.0 give the same file"
 
 
 WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -91,19 +91,19 @@ WRONG: dict[str, tuple[dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-async def test_a_wrong_adapter_is_told(client: httpx.AsyncClient, studio: FakeStudio, name: str) -> None:
+async def test_a_wrong_adapter_is_told(client: httpx.AsyncClient, service: FakeService, name: str) -> None:
     fields, param, message = WRONG[name]
     answer = await client.post(IMAGES, json={"prompt": "a", **fields})
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, param), answer.text
     assert message in error["message"]
-    assert not studio.performed
+    assert not service.performed
 
 
 async def test_too_many_adapters_are_told(tmp_path: Path) -> None:
     names = [f"adapter-{number}" for number in range(9)]
-    studio = FakeStudio(loras={"fake-pictures": tuple(Lora(name=name) for name in names)})
-    async with client_of(build(studio, tmp_path)) as client:
+    service = FakeService(loras={"fake-pictures": tuple(Lora(name=name) for name in names)})
+    async with client_of(build(service, tmp_path)) as client:
         answer = await client.post(IMAGES, json={"prompt": "a", "lora": [{"name": name} for name in names]})
     assert answer.status_code == 400
     assert "at most 8 are allowed" in answer.json()["error"]["message"]
@@ -111,7 +111,7 @@ async def test_too_many_adapters_are_told(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("as_form", [False, True], ids=["json", "form"])
 async def test_a_clip_keeps_its_adapters_until_it_is_made(
-    client: httpx.AsyncClient, studio: FakeStudio, as_form: bool
+    client: httpx.AsyncClient, service: FakeService, as_form: bool
 ) -> None:
     body = {"prompt": "a", "lora": [{"name": "slow", "scale": 0.25}]}
     form = {"files": {name: (None, one if isinstance(one, str) else json.dumps(one)) for name, one in body.items()}}
@@ -119,10 +119,10 @@ async def test_a_clip_keeps_its_adapters_until_it_is_made(
     assert answer.status_code == 200, answer.text
     clip = await finished(client, answer.json()["id"])
     assert clip["model"] == "fake-clips"
-    assert [request.loras for request in studio.performed] == [(Lora(name="slow", scale=0.25),)]
+    assert [request.loras for request in service.performed] == [(Lora(name="slow", scale=0.25),)]
 
 
-def test_openai_clients_see_and_name_them(url: str, studio: FakeStudio) -> None:
+def test_openai_clients_see_and_name_them(url: str, service: FakeService) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
         models = {model.id: model for model in client.models.list()}
         assert list(models) == [
@@ -139,4 +139,4 @@ def test_openai_clients_see_and_name_them(url: str, studio: FakeStudio) -> None:
         with pytest.raises(openai.BadRequestError, match="its adapters: slow") as caught:
             client.videos.create(model="fake-clips:ink", prompt="a")
         assert caught.value.code == "lora_not_found"
-    assert studio.performed[0].loras == (INK, WATERCOLOUR)
+    assert service.performed[0].loras == (INK, WATERCOLOUR)

@@ -14,9 +14,9 @@ from deployments.service.interface import ModelCard
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import resolve_configuration
 from pipelines.request import MediaKind
-from tests.deployments.support.fake_studio import CLIPS, REFERRED_CLIPS, FakeStudio
+from tests.deployments.support.fake_service import CLIPS, REFERRED_CLIPS, FakeService
 
-CARDS = FakeStudio(takes_pictures=True).cards()
+CARDS = FakeService(takes_pictures=True).cards()
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_an_empty_name_is_told_as_such() -> None:
 
 
 def test_a_model_that_only_inpaints_gets_no_picture_without_a_mask() -> None:
-    cards = dict(reversed(list(FakeStudio(takes_pictures=True, only_inpaints=True).cards().items())))
+    cards = dict(reversed(list(FakeService(takes_pictures=True, only_inpaints=True).cards().items())))
     assert choose_card(cards, None, "image", Needs(num_pictures=1)).name == "fake-edits"
     assert choose_card(cards, None, "image", Needs(num_pictures=1, has_mask=True)).name == "fake-inpaints"
 
@@ -77,7 +77,7 @@ def test_a_picture_goes_to_the_model_that_was_published_for_it(
 
 
 def test_a_model_that_may_go_without_a_control_picture_takes_both_kinds_of_requests() -> None:
-    plain = FakeStudio().cards()["fake-pictures"].defaults
+    plain = FakeService().cards()["fake-pictures"].defaults
     follows = replace(plain, takes_control=True, control_scale=1.0)
     known = {"needs": replace(follows, needs_control=True), "follows": follows, "plain": plain}
     cards = {name: ModelCard(name=name, family="", created=0, defaults=one) for name, one in known.items()}
@@ -90,7 +90,7 @@ def test_a_model_that_may_go_without_a_control_picture_takes_both_kinds_of_reque
 
 
 def test_pictures_at_frames_go_to_a_model_that_takes_them_there() -> None:
-    places = FakeStudio(takes_pictures=True).cards()["fake-begun-clips"].defaults
+    places = FakeService(takes_pictures=True).cards()["fake-begun-clips"].defaults
     begun = replace(places, takes_frame_indices=False)
     cards = {
         name: ModelCard(name=name, family="", created=0, defaults=one)
@@ -103,7 +103,7 @@ def test_pictures_at_frames_go_to_a_model_that_takes_them_there() -> None:
 
 
 def test_a_clip_goes_to_a_model_that_needs_an_adapter_only_beside_one() -> None:
-    context = replace(FakeStudio().cards()["fake-clips"].defaults, max_video_frames=9, video_needs_lora=True)
+    context = replace(FakeService().cards()["fake-clips"].defaults, max_video_frames=9, video_needs_lora=True)
     known = {"context": context, "changes": replace(context, video_needs_lora=False)}
     cards = {name: ModelCard(name=name, family="", created=0, defaults=one) for name, one in known.items()}
     clip = VideoBody(prompt="a", video=(b"-",))
@@ -114,7 +114,7 @@ def test_a_clip_goes_to_a_model_that_needs_an_adapter_only_beside_one() -> None:
     assert choose_card(cards, None, "video").name == "context"
 
 
-BOTH = FakeStudio(makes_both=True).cards()
+BOTH = FakeService(makes_both=True).cards()
 
 
 @pytest.mark.parametrize(("kind", "size"), [("image", (96, 64)), ("video", (32, 32))])

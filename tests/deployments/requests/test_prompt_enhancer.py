@@ -30,7 +30,7 @@ from tests.deployments.http.support.events import sse
 from tests.deployments.http.test_disconnect import until
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support.chat_endpoint import HANGS, HANGS_UP, ChatEndpoint, chat_endpoint, completion
-from tests.deployments.support.fake_studio import LAYERS, PICTURES, FakeStudio
+from tests.deployments.support.fake_service import LAYERS, PICTURES, FakeService
 from tests.deployments.support.files import data_url, file_of, noise
 from tests.support.patience import PATIENCE_S
 
@@ -47,18 +47,18 @@ def endpoint() -> Iterator[ChatEndpoint]:
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(takes_pictures=True, takes_apart=True, enhances_prompts=False)
+def service() -> FakeService:
+    return FakeService(takes_pictures=True, takes_apart=True, enhances_prompts=False)
 
 
-def enhancers(endpoint: ChatEndpoint, studio: FakeStudio, **config: Any) -> PromptEnhancers:
+def enhancers(endpoint: ChatEndpoint, service: FakeService, **config: Any) -> PromptEnhancers:
     fields: dict[str, Any] = {"url": endpoint.url, **CONFIG, **config}
-    return PromptEnhancers(dict.fromkeys(studio.cards(), PromptEnhancerConfig(**fields)), {"KEY": "secret"})
+    return PromptEnhancers(dict.fromkeys(service.cards(), PromptEnhancerConfig(**fields)), {"KEY": "secret"})
 
 
 @pytest.fixture
-def api(studio: FakeStudio, endpoint: ChatEndpoint, tmp_path: Path) -> FastAPI:
-    return build(studio, tmp_path, enhancers=enhancers(endpoint, studio, api_key_variable="KEY"))
+def api(service: FakeService, endpoint: ChatEndpoint, tmp_path: Path) -> FastAPI:
+    return build(service, tmp_path, enhancers=enhancers(endpoint, service, api_key_variable="KEY"))
 
 
 @pytest.fixture
@@ -67,90 +67,90 @@ async def client(api: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-def prompts(studio: FakeStudio) -> list[str]:
-    return [request.prompt for request in studio.performed]
+def prompts(service: FakeService) -> list[str]:
+    return [request.prompt for request in service.performed]
 
 
-async def test_pictures(client: httpx.AsyncClient, studio: FakeStudio, endpoint: ChatEndpoint) -> None:
+async def test_pictures(client: httpx.AsyncClient, service: FakeService, endpoint: ChatEndpoint) -> None:
     assert {one["enhances_prompts"] for one in (await client.get("/v1/models")).json()["data"]} == {False}
     plain = await client.post(IMAGES, json={"prompt": GIVEN})
     assert (HEADER in plain.headers, plain.json()["data"][0]["revised_prompt"]) == (False, None)
-    studio.performed.clear()
+    service.performed.clear()
     answer = await client.post(IMAGES, json={**ASKS, "n": 2, "seed": 3})
     assert [one["revised_prompt"] for one in answer.json()["data"]] == [REVISED] * 2
-    assert (answer.headers[HEADER], prompts(studio)) == ("revised", [REVISED] * 2)
+    assert (answer.headers[HEADER], prompts(service)) == ("revised", [REVISED] * 2)
     message = {"role": "user", "content": f"For images: {GIVEN} {{end}}"}
     assert endpoint.bodies == [{"temperature": 0.5, "model": "writer", "messages": [message]}]
     assert (endpoint.keys, endpoint.paths) == (["Bearer secret"], ["/v1/chat/completions"])
 
 
-async def test_the_revised_prompt_gives_the_same_request(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_the_revised_prompt_gives_the_same_request(client: httpx.AsyncClient, service: FakeService) -> None:
     await client.post(IMAGES, json={**ASKS, "seed": 3})
-    fields = settings_in(MetadataWriter(level="full", software="Troupe").texts(studio.performed[0]))
+    fields = settings_in(MetadataWriter(level="full", software="Troupe").texts(service.performed[0]))
     assert fields is not None
     again = {name: fields[name] for name in ("prompt", "enhance_prompt", "seed", "model")}
     assert again == {"prompt": REVISED, "enhance_prompt": False, "seed": 3, "model": "fake-pictures"}
     answer = await client.post(IMAGES, json=again)
     assert HEADER not in answer.headers
-    assert [(one.prompt, one.seed) for one in studio.performed] == [(REVISED, 3)] * 2
+    assert [(one.prompt, one.seed) for one in service.performed] == [(REVISED, 3)] * 2
 
 
-async def test_a_stream(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_a_stream(client: httpx.AsyncClient, service: FakeService) -> None:
     answer = await client.post(IMAGES, json={**ASKS, "stream": True})
     name, event = sse(answer)[-1]
     assert (name, event["revised_prompt"]) == ("image_generation.completed", REVISED)
-    assert (answer.headers[HEADER], prompts(studio)) == ("revised", [REVISED])
+    assert (answer.headers[HEADER], prompts(service)) == ("revised", [REVISED])
 
 
-async def test_edits(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_edits(client: httpx.AsyncClient, service: FakeService) -> None:
     files = {"image": file_of(noise(32, 32))}
     form = {"prompt": GIVEN, "enhance_prompt": "true", "response_format": "url"}
     answer = await client.post("/v1/images/edits", data=form, files=files)
     assert answer.json()["data"][0]["revised_prompt"] == REVISED
-    assert (answer.headers[HEADER], prompts(studio)) == ("revised", [REVISED])
+    assert (answer.headers[HEADER], prompts(service)) == ("revised", [REVISED])
 
 
-async def test_clips(client: httpx.AsyncClient, studio: FakeStudio, endpoint: ChatEndpoint) -> None:
+async def test_clips(client: httpx.AsyncClient, service: FakeService, endpoint: ChatEndpoint) -> None:
     made = await client.post("/v1/videos", json=ASKS)
     end = await finished(client, made.json()["id"])
     assert made.headers[HEADER] == "revised"
     assert {(one["prompt"], one["revised_prompt"]) for one in (made.json(), end)} == {(GIVEN, REVISED)}
     assert endpoint.bodies[0]["messages"][0]["content"].startswith("For videos: ")
     sync = await client.post("/v1/videos/sync", json=ASKS)
-    assert (sync.headers[HEADER], prompts(studio)) == ("revised", [REVISED] * 2)
+    assert (sync.headers[HEADER], prompts(service)) == ("revised", [REVISED] * 2)
 
 
 async def test_a_clip_is_resumed_with_the_prompt_of_its_record(
-    studio: FakeStudio, endpoint: ChatEndpoint, tmp_path: Path
+    service: FakeService, endpoint: ChatEndpoint, tmp_path: Path
 ) -> None:
-    studio.permits = asyncio.Semaphore(0)
-    async with client_of(build(studio, tmp_path, enhancers=enhancers(endpoint, studio))) as client:
+    service.permits = asyncio.Semaphore(0)
+    async with client_of(build(service, tmp_path, enhancers=enhancers(endpoint, service))) as client:
         clip = await make(client, **ASKS)
-    studio.permits = None
-    async with client_of(build(studio, tmp_path, enhancers=enhancers(endpoint, studio))) as client:
+    service.permits = None
+    async with client_of(build(service, tmp_path, enhancers=enhancers(endpoint, service))) as client:
         end = await finished(client, clip["id"])
     assert (end["status"], end["prompt"], end["revised_prompt"]) == ("completed", GIVEN, REVISED)
-    assert (set(prompts(studio)), len(endpoint.bodies)) == ({REVISED}, 1)
+    assert (set(prompts(service)), len(endpoint.bodies)) == ({REVISED}, 1)
 
 
 @pytest.mark.parametrize("path", [IMAGES, "/v1/videos"])
 async def test_batches(
-    api: FastAPI, client: httpx.AsyncClient, studio: FakeStudio, endpoint: ChatEndpoint, path: str
+    api: FastAPI, client: httpx.AsyncClient, service: FakeService, endpoint: ChatEndpoint, path: str
 ) -> None:
     send = InnerRequests(api, poll_s=0.01).send
     first, again = [await send(path, "", ASKS, "key") for _ in range(2)]
     assert first[0] == again[0] == 200
     revised = first[2]["data"][0]["revised_prompt"] if path == IMAGES else first[2]["revised_prompt"]
-    assert (revised, prompts(studio), len(endpoint.bodies)) == (REVISED, [REVISED], 1)
+    assert (revised, prompts(service), len(endpoint.bodies)) == (REVISED, [REVISED], 1)
 
 
 @pytest.mark.parametrize("default", [False, True])
 @pytest.mark.parametrize("said", [None, False, True])
 async def test_a_request_wins_over_the_default(endpoint: ChatEndpoint, default: bool, said: bool | None) -> None:
-    studio = FakeStudio(enhances_prompts=default)
-    asked = enhancers(endpoint, studio)
+    service = FakeService(enhances_prompts=default)
+    asked = enhancers(endpoint, service)
     fields = {"prompt": GIVEN, "enhance_prompt": said}
-    request = await asked.enhanced(handle_request(studio.cards(), "id", fields)[0])
+    request = await asked.enhanced(handle_request(service.cards(), "id", fields)[0])
     await asked.close()
     is_enhanced = default if said is None else said
     assert (request.revised_prompt, len(endpoint.bodies)) == (REVISED if is_enhanced else None, int(is_enhanced))
@@ -158,8 +158,8 @@ async def test_a_request_wins_over_the_default(endpoint: ChatEndpoint, default: 
 
 
 async def test_what_cannot_be_enhanced_is_refused(client: httpx.AsyncClient, tmp_path: Path) -> None:
-    studio = FakeStudio()
-    async with client_of(build(studio, tmp_path / "plain")) as plain:
+    service = FakeService()
+    async with client_of(build(service, tmp_path / "plain")) as plain:
         for path in (IMAGES, "/v1/videos"):
             answer = await plain.post(path, json=ASKS)
             error = error_of(answer, 400)
@@ -206,7 +206,7 @@ async def test_a_failure_leaves_the_prompt_as_it_came(
 ) -> None:
     endpoint.status, endpoint.content, outcome = FAILURES[case]
     timeout_s = 0.05 if endpoint.status == HANGS else PATIENCE_S
-    before, asked = num_enhanced(outcome), enhancers(endpoint, FakeStudio(), timeout_s=timeout_s)
+    before, asked = num_enhanced(outcome), enhancers(endpoint, FakeService(), timeout_s=timeout_s)
     request = PICTURES.request(model="fake-pictures", prompt=GIVEN, enhance_prompt=True, request_id="mine-1")
     with caplog.at_level(logging.WARNING, "troupe.flow"):
         later = await asked.enhanced(request)
@@ -219,17 +219,17 @@ async def test_a_failure_leaves_the_prompt_as_it_came(
     assert "money" not in str(line)
 
 
-async def test_nobody_there(studio: FakeStudio, tmp_path: Path) -> None:
+async def test_nobody_there(service: FakeService, tmp_path: Path) -> None:
     with chat_endpoint() as gone:
         pass
-    async with client_of(build(studio, tmp_path, enhancers=enhancers(gone, studio))) as client:
+    async with client_of(build(service, tmp_path, enhancers=enhancers(gone, service))) as client:
         picture = await client.post(IMAGES, json={**ASKS, "stream": True})
         clip = await client.post("/v1/videos", json=ASKS)
         end = await finished(client, clip.json()["id"])
     assert picture.headers[HEADER] == clip.headers[HEADER] == "unreachable"
     assert sse(picture)[-1][1]["revised_prompt"] is None
     assert (end["status"], end["prompt"], end["revised_prompt"]) == ("completed", GIVEN, None)
-    assert prompts(studio) == [GIVEN] * 2
+    assert prompts(service) == [GIVEN] * 2
 
 
 def test_a_long_answer_is_not_read() -> None:
@@ -241,8 +241,8 @@ def test_thoughts_are_no_part_of_the_prompt() -> None:
     assert prompt_in(completion(f"<think>\nA circle.\n</think>\n\n{REVISED}\n", None)) == REVISED
 
 
-async def test_an_enhancer_leaves_time_until_the_deadline(endpoint: ChatEndpoint, studio: FakeStudio) -> None:
-    endpoint.status, asked = HANGS, enhancers(endpoint, studio, timeout_s=120.0)
+async def test_an_enhancer_leaves_time_until_the_deadline(endpoint: ChatEndpoint, service: FakeService) -> None:
+    endpoint.status, asked = HANGS, enhancers(endpoint, service, timeout_s=120.0)
     request = PICTURES.request(model="fake-pictures", prompt=GIVEN, enhance_prompt=True, deadline_s=0.2, waited_s=0.1)
     async with asyncio.timeout(PATIENCE_S):
         later = await asked.enhanced(request)
@@ -255,9 +255,9 @@ def has(entries: Sized, num: int) -> bool:
     return len(entries) == num
 
 
-async def test_a_client_that_leaves_ends_the_wait(studio: FakeStudio, endpoint: ChatEndpoint, tmp_path: Path) -> None:
+async def test_a_client_that_leaves_ends_the_wait(service: FakeService, endpoint: ChatEndpoint, tmp_path: Path) -> None:
     endpoint.status = HANGS
-    with serving(build(studio, tmp_path, enhancers=enhancers(endpoint, studio, timeout_s=120.0))) as url:
+    with serving(build(service, tmp_path, enhancers=enhancers(endpoint, service, timeout_s=120.0))) as url:
         for num, path in enumerate((IMAGES, "/v1/videos"), 1):
             async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
                 asking = asyncio.create_task(client.post(path, json=ASKS))
@@ -265,7 +265,7 @@ async def test_a_client_that_leaves_ends_the_wait(studio: FakeStudio, endpoint: 
                 await cancel(asking)
             await until(partial(has, endpoint.left, num))
         assert httpx.get(f"{url}/v1/videos").json()["data"] == []
-    assert studio.performed == []
+    assert service.performed == []
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 
 from deployments.requests.fields import Quality
 from deployments.requests.rules import quality_steps
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.support.fake_service import PICTURES
 
 
 @pytest.mark.parametrize(("quality", "num_steps"), [("low", 2), ("medium", 4), ("high", 6)])

@@ -28,7 +28,7 @@ from pipelines.request import Lora, MediaRequest
 from pipelines.solver import Solver, SolverLimits
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_images import IMAGES
-from tests.deployments.support.fake_studio import CLIPS, PICTURES, FakeStudio
+from tests.deployments.support.fake_service import CLIPS, PICTURES, FakeService
 
 LIMITS = SolverLimits(scheduler="euler", schedulers=("euler", "unipc"), is_flow=True, inputs=("sigmas",))
 INK, TURBO = Lora(name="ink", scale=0.5), Lora(name="turbo")
@@ -142,8 +142,8 @@ def test_the_default_quality_stands_for_one_too() -> None:
 
 @pytest.mark.parametrize("named", [{"recipe": "quick"}, {"model": "fake-pictures:quick"}, {"quality": "low"}], ids=str)
 async def test_http_knows_recipes(named: dict[str, Any], tmp_path: Path) -> None:
-    studio = FakeStudio(recipes={"quick": Recipe(num_inference_steps=1)}, qualities={"low": "quick"})
-    async with client_of(build(studio, tmp_path)) as client:
+    service = FakeService(recipes={"quick": Recipe(num_inference_steps=1)}, qualities={"low": "quick"})
+    async with client_of(build(service, tmp_path)) as client:
         answer = await client.post(IMAGES, json={"prompt": "a", **named})
         assert (answer.status_code, answer.json()["num_inference_steps"]) == (200, 1)
         assert answer.json()["quality"] == named.get("quality")
@@ -154,7 +154,7 @@ async def test_http_knows_recipes(named: dict[str, Any], tmp_path: Path) -> None
         assert (await client.get("/v1/models/fake-pictures:quick")).json()["parent"] == "fake-pictures"
         unknown = await client.post(IMAGES, json={"prompt": "a", "recipe": "slow"})
         assert (unknown.status_code, unknown.json()["error"]["code"]) == (400, "recipe_not_found")
-    assert [request.num_inference_steps for request in studio.performed][:1] == [1]
+    assert [request.num_inference_steps for request in service.performed][:1] == [1]
 
 
 LAPTOP = yaml.safe_load((CONFIGS / "laptop.yaml").read_text())

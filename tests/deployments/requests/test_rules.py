@@ -15,7 +15,7 @@ from deployments.requests.rules import Requester, RequestRules, _body_field
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.request import InputPicture, InputPictures
-from tests.deployments.support.fake_studio import BOTH, CLIPS, EDITS, LAYERS, REFERRED_CLIPS
+from tests.deployments.support.fake_service import BOTH, CLIPS, EDITS, LAYERS, REFERRED_CLIPS
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from deployments.requests.size_choice import choose_size, size_of
 from deployments.service.interface import ModelCard
 from pipelines.defaults import Defaults
 from pipelines.request import NO_PICTURES, InputPicture
-from tests.deployments.support.fake_studio import CLIPS, EDITS, PICTURES
+from tests.deployments.support.fake_service import CLIPS, EDITS, PICTURES
 
 LARGE = replace(EDITS, width=1024, height=1024, max_pixels=2048 * 2048)
 TIGHT = replace(EDITS, width=64, height=64, max_pixels=64 * 64)

@@ -16,7 +16,7 @@ from deployments.service.interface import ModelCard
 from pipelines.models.registry import load_spec
 from pipelines.request import NO_PICTURES, MediaRequest
 from pipelines.solver import FLOW, NOISE, Solver, SolverLimits, own_name
-from tests.deployments.support.fake_studio import CLIPS, PICTURES
+from tests.deployments.support.fake_service import CLIPS, PICTURES
 
 FLUX = SolverLimits(scheduler="euler", schedulers=("euler", "unipc"), is_flow=True, inputs=("sigmas",))
 WAN = SolverLimits(

@@ -10,7 +10,7 @@ import pytest
 from deployments.requests.handle import handle_request
 from deployments.requests.request_errors import RequestError
 from deployments.service.interface import ModelCard
-from tests.deployments.support.fake_studio import CLIPS, PICTURES
+from tests.deployments.support.fake_service import CLIPS, PICTURES
 
 CARDS = {
     name: ModelCard(name=name, family="fake", created=0, defaults=defaults)

@@ -11,7 +11,7 @@ from deployments.requests.handle import handle_request
 from deployments.requests.request_errors import RequestError
 from deployments.service.interface import ModelCard
 from pipelines.request import MediaRequest
-from tests.deployments.support.fake_studio import CLIPS, PICTURES
+from tests.deployments.support.fake_service import CLIPS, PICTURES
 from tests.deployments.support.files import file_of, noise
 
 PAINTER = replace(PICTURES, max_pictures=1, takes_strength=True, max_steps=100, num_inference_steps=20)

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from deployments.service import flow, readiness, retries, run
-from deployments.service.flow import DeployedStudio
-from deployments.service.interface import Output, StudioEvent
+from deployments.service.flow import DeployedService
+from deployments.service.interface import Output, ServiceEvent
 from deployments.service.readiness import Readiness
 from tests.deployments.service.support.controller import Clock, Controller
 from tests.deployments.service.support.set_stages import Stages
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.support.fake_service import PICTURES
 from tests.support.patience import PATIENCE_S
 
 
@@ -28,12 +28,12 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
 def events_of(no_pause: None, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
     """Return a function that runs a request through ``Stages`` by their clock, and returns all events."""
 
-    async def run_all(stages: Stages, **fields: Any) -> list[StudioEvent]:
+    async def run_all(stages: Stages, **fields: Any) -> list[ServiceEvent]:
         stages.set_clock_of(retries, run, patch=monkeypatch)
         request = replace(PICTURES.request(model="m", prompt="a red circle"), **fields)
         async with asyncio.timeout(PATIENCE_S):
-            studio = DeployedStudio({}, {"m": stages}, Readiness({"m": ()}))  # type: ignore[dict-item]
-            return [event async for event in studio.perform(request, Output(format="png"))]
+            service = DeployedService({}, {"m": stages}, Readiness({"m": ()}))  # type: ignore[dict-item]
+            return [event async for event in service.perform(request, Output(format="png"))]
 
     return run_all
 

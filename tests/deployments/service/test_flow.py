@@ -14,7 +14,7 @@ from ray.exceptions import ActorDiedError, ReferenceCountingAssertionError
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from deployments.service import flow
-from deployments.service.flow import DeployedStudio
+from deployments.service.flow import DeployedService
 from deployments.service.interface import (
     WHOLE,
     Media,
@@ -23,7 +23,7 @@ from deployments.service.interface import (
     ModelUnavailableError,
     Output,
     Preview,
-    StudioEvent,
+    ServiceEvent,
 )
 from deployments.service.readiness import Readiness
 from deployments.service.retries import MAX_LOSSES, RECOVERY_DEADLINE_S
@@ -32,7 +32,7 @@ from engines.gang.errors import DEADLINE, GangBrokenError, QueueFullError, TooLa
 from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
 from pipelines.request import InputPicture, InputPictures, Lora
 from tests.deployments.service.support.set_stages import Stages
-from tests.deployments.support.fake_studio import EDITS, PICTURES
+from tests.deployments.support.fake_service import EDITS, PICTURES
 from tests.deployments.support.files import noise
 from tests.support.patience import PATIENCE_S
 
@@ -46,15 +46,15 @@ pytestmark = pytest.mark.usefixtures("no_pause")
 FIRST, SECOND = (PreviewReady(job_id="j", step=step, latents=f"latents {step}") for step in (1, 2))  # type: ignore[arg-type]
 
 
-def studio_of(stages: Stages, **patience_s: float) -> DeployedStudio:
-    return DeployedStudio({}, {"m": stages}, Readiness({"m": ()}), patience_s)  # type: ignore[dict-item]
+def service_of(stages: Stages, **patience_s: float) -> DeployedService:
+    return DeployedService({}, {"m": stages}, Readiness({"m": ()}), patience_s)  # type: ignore[dict-item]
 
 
 async def test_progress_does_not_wait_for_previews() -> None:
     stages = Stages([STEP, FIRST, STEP, SECOND, STEP, DONE])
-    events: list[StudioEvent] = []
+    events: list[ServiceEvent] = []
     async with asyncio.timeout(PATIENCE_S):
-        async for event in studio_of(stages).perform(
+        async for event in service_of(stages).perform(
             PICTURES.request(model="m", prompt="a red circle"), Output(format="png")
         ):
             events.append(event)
@@ -188,7 +188,7 @@ async def test_a_decoder_that_dies_costs_a_decoding(perform: Callable[[Stages], 
 @pytest.mark.parametrize("stage", ["encoder", "denoiser", "decoder"])
 async def test_a_request_waits_for_a_replica_for_a_time(stage: str) -> None:
     stages = Stages([STEP, DONE], absent=stage)
-    events = studio_of(stages, m=0.05).perform(PICTURES.request(model="m", prompt="a"), Output(format="png"))
+    events = service_of(stages, m=0.05).perform(PICTURES.request(model="m", prompt="a"), Output(format="png"))
     with pytest.raises(ModelUnavailableError, match=rf"no (text )?{stage} took this request within 0 s"):
         async with asyncio.timeout(PATIENCE_S):
             [event async for event in events]
@@ -205,7 +205,7 @@ async def test_pictures_go_to_the_encoder_alone() -> None:
     request = EDITS.request(model="m", num_pictures=1)
     inputs = InputPictures(pictures=(InputPicture.of(noise(8, 8)),))
     encoded = []
-    async for _ in studio_of(stages).perform(request, Output(format="png"), inputs):
+    async for _ in service_of(stages).perform(request, Output(format="png"), inputs):
         encoded += [sent] if (sent := stages.sent.pop("encode", None)) else []
     assert len(encoded) == stages.num_attempts == 2
     for sent_request, pictures in encoded:
@@ -227,11 +227,11 @@ async def test_what_cannot_be_decoded_is_not_painted(events_of: Callable[..., An
 
 async def test_the_decoder_is_asked_about_new_sizes_alone() -> None:
     stages = Stages([STEP, DONE])
-    studio = studio_of(stages)
+    service = service_of(stages)
     for width in (64, 64, 32):
         request = replace(PICTURES.request(model="m", prompt="a red circle"), width=width)
         async with asyncio.timeout(PATIENCE_S):
-            events = [event async for event in studio.perform(request, Output(format="png"))]
+            events = [event async for event in service.perform(request, Output(format="png"))]
         assert isinstance(events[-1], Media)
     assert [request.width for request, _ in stages.all_sent["expected_s"]] == [64, 32]
 
@@ -282,11 +282,11 @@ async def test_an_adapter_is_loaded_on_all_gangs_or_the_next_one(
 ) -> None:
     """A gang that breaks loads it later; an adapter that breaks gangs breaks no third one."""
     stages: Any = {"m": SimpleNamespace(denoiser=gangs)}
-    studio = DeployedStudio({}, stages, Readiness({}))
+    service = DeployedService({}, stages, Readiness({}))
     with nullcontext() if error is None else pytest.raises(error):
-        await studio.load_lora("m", Lora(name="ink", folder="/a/lora_1"))
+        await service.load_lora("m", Lora(name="ink", folder="/a/lora_1"))
     assert gangs.calls == calls
-    await studio.remove_lora("m", Lora(name="ink", folder="/a/lora_1"))
+    await service.remove_lora("m", Lora(name="ink", folder="/a/lora_1"))
     assert gangs.calls == [*calls, "remove_lora"]
 
 
@@ -307,7 +307,7 @@ async def test_a_card_has_what_gangs_say_of_their_forwards(answers: tuple[object
         name: ModelCard(name=name, family="m", created=0, defaults=PICTURES, path=path) for name, path in paths.items()
     }
     stages: Any = {"whole": SimpleNamespace(denoiser=gangs), "blocks": SimpleNamespace(denoiser=blocks)}
-    studio = DeployedStudio(cards, stages, Readiness({}))
-    await studio.look()
-    assert {name: card.forwards for name, card in studio.cards().items()} == {"whole": forwards, "blocks": None}
+    service = DeployedService(cards, stages, Readiness({}))
+    await service.look()
+    assert {name: card.forwards for name, card in service.cards().items()} == {"whole": forwards, "blocks": None}
     assert (gangs.calls, blocks.calls) == (["forwards"], [])

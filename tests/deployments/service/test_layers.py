@@ -11,7 +11,7 @@ from deployments.stages.measured_times import DecodeTimes
 from engines.gang.jobs.job import JobDone
 from pipelines.request import NO_PICTURES
 from tests.deployments.service.support.set_stages import Stages
-from tests.deployments.support.fake_studio import LAYERS
+from tests.deployments.support.fake_service import LAYERS
 
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from deployments.service import flow, retries, run
-from deployments.service.flow import DeployedStudio
-from deployments.service.interface import Media, Output, Queued, StudioEvent
+from deployments.service.flow import DeployedService
+from deployments.service.interface import Media, Output, Queued, ServiceEvent
 from deployments.service.readiness import Readiness
 from deployments.stages.common import Decoded
 from engines.gang.errors import GangBrokenError
 from engines.gang.jobs.job import JobDone, JobQueued, Progress
 from tests.deployments.service.support.set_stages import Stages
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.support.fake_service import PICTURES
 
 STEP = Progress(job_id="j", step=1, num_steps=1, num_ranks=2)
 DONE = JobDone(job_id="j", latents="latents", queue_s=0.0, denoise_s=1.0, was_warm=True)  # type: ignore[arg-type]
@@ -27,10 +27,10 @@ async def all_told(patch: pytest.MonkeyPatch, stages: Stages, *widths: int) -> l
     """Return the first and last event of a request for each width, by the clock of ``stages``."""
     stages.set_clock_of(retries, run, patch=patch)
     handles: Any = {"m": stages}
-    studio, told = DeployedStudio({}, handles, Readiness({"m": ()})), []
+    service, told = DeployedService({}, handles, Readiness({"m": ()})), []
     for width in widths:
         request = replace(REQUEST, width=width)
-        events: list[StudioEvent] = [event async for event in studio.perform(request, Output(format="png"))]
+        events: list[ServiceEvent] = [event async for event in service.perform(request, Output(format="png"))]
         assert isinstance(events[0], Queued)
         assert isinstance(events[-1], Media)
         told.append((events[0], events[-1]))
@@ -75,10 +75,10 @@ async def test_a_deadline_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, 
     stages.set_clock_of(retries, run, patch=monkeypatch)
     monkeypatch.setattr(flow, "RETRY_PAUSE_S", 0.0)
     handles: Any = {"m": stages}
-    studio = DeployedStudio({}, handles, Readiness({"m": ()}))
+    service = DeployedService({}, handles, Readiness({"m": ()}))
     for request in (REQUEST, replace(REQUEST, width=2 * REQUEST.width, waited_s=2.0 if deadline_s else 0.0)):
         asked = replace(request, deadline_s=deadline_s)
-        _ = [event async for event in studio.perform(asked, Output(format="png"))]
+        _ = [event async for event in service.perform(asked, Output(format="png"))]
         stages.expected_s = None
     told = stages.all_sent["denoise"]
     assert [args[1].waited_s for args in told] == pytest.approx([0.0, 5.0, 2.0] if deadline_s else [0.0] * 3)
@@ -89,10 +89,10 @@ async def test_a_deadline_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch, 
 async def test_one_slow_decode_says_nothing_of_the_next() -> None:
     stages = Stages([KNOWN, STEP, DONE])
     handles: Any = {"m": stages}
-    studio, told_s = DeployedStudio({}, handles, Readiness({"m": ()})), []
+    service, told_s = DeployedService({}, handles, Readiness({"m": ()})), []
     for decode_s in (0.1, 0.1, 9.0, 0.1):
         stages.decoded = Decoded(data=b"png", thumbnail=b"", decode_s=decode_s)
-        events = [event async for event in studio.perform(REQUEST, Output(format="png"))]
+        events = [event async for event in service.perform(REQUEST, Output(format="png"))]
         assert isinstance(events[0], Queued)
         told_s.append(events[0].decode_s)
     assert told_s == [None, 0.1, 0.1, 0.1]

@@ -8,7 +8,7 @@ from ray.exceptions import RayActorError
 from deployments.service.readiness import Readiness
 from deployments.service.retries import Retries
 from engines.gang.errors import DEADLINE, BreakCause, GangBrokenError, QueueFullError, TooLateError
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.support.fake_service import PICTURES
 
 FULL = QueueFullError(4, 1.0)
 WOULD_WAIT = TooLateError(0, 3.0, 63.0, "the longest wait, max_wait_s,", 60.0)

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from deployments.service.flow import DeployedStudio, QueueLimits
-from deployments.service.interface import Media, Output, StudioEvent
+from deployments.service.flow import DeployedService, QueueLimits
+from deployments.service.interface import Media, Output, ServiceEvent
 from deployments.service.readiness import Readiness
 from deployments.service.retries import HELD_S
 from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import JobDone, Progress
 from tests.deployments.service.support.set_stages import Stages
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.support.fake_service import PICTURES
 from tests.support.patience import PATIENCE_S
 
 STEP = Progress(job_id="j", step=1, num_steps=1, num_ranks=2)
@@ -55,19 +55,19 @@ class Rebuilt(Readiness):
         return 30.0
 
 
-def rebuilt(stages: Stages, **limits: Any) -> DeployedStudio:
+def rebuilt(stages: Stages, **limits: Any) -> DeployedService:
     asked = {"m": QueueLimits(**limits)}
-    return DeployedStudio({}, {"m": stages}, Rebuilt({"m": ()}), limits=asked)  # type: ignore[dict-item]
+    return DeployedService({}, {"m": stages}, Rebuilt({"m": ()}), limits=asked)  # type: ignore[dict-item]
 
 
 async def test_what_waits_for_a_gang_counts_before_it_is_accepted() -> None:
     """Two may wait: the third is refused at once with a time to retry, and the others are accepted for certain."""
     comes = asyncio.Event()
     stages = Stages([comes, STEP, DONE])
-    studio, request = rebuilt(stages, max_jobs=2), PICTURES.request(model="m", prompt="a red circle")
+    service, request = rebuilt(stages, max_jobs=2), PICTURES.request(model="m", prompt="a red circle")
 
-    async def end() -> StudioEvent:
-        return [event async for event in studio.perform(request, Output(format="png"))][-1]
+    async def end() -> ServiceEvent:
+        return [event async for event in service.perform(request, Output(format="png"))][-1]
 
     waiting = [asyncio.create_task(end()) for _ in range(2)]
     await asyncio.sleep(0)

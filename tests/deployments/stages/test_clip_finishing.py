@@ -21,7 +21,7 @@ from pipelines.media.clip import group_length
 from pipelines.media.encode import encode_frames, encode_thumbnail
 from pipelines.media.sound import Sound
 from pipelines.request import InputSound
-from tests.deployments.support.fake_studio import CLIPS
+from tests.deployments.support.fake_service import CLIPS
 from tests.support.patience import PATIENCE_S
 
 REQUEST = CLIPS.request(model="m", prompt="a")

@@ -24,7 +24,7 @@ from pipelines.request import InputPicture, InputPictures, InputSound, InputVide
 from pipelines.run import load_pipeline
 from pipelines.solver import Solver
 from tests.deployments.stages.test_stages import spec_of, tensors
-from tests.deployments.support.fake_studio import EDITS
+from tests.deployments.support.fake_service import EDITS
 from tests.deployments.support.files import noise
 
 PROMPT = "a small red circle above a large blue square"

@@ -21,7 +21,7 @@ from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import Job, Progress
 from pipelines.models.mini_max_h3.spec import SPEC
 from pipelines.request import Lora, MediaRequest
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.support.fake_service import PICTURES
 
 ENCODED = Encoded(skeleton=b"", message=np.zeros(0, np.uint8), encode_s=0.5, shapes=(("prompt_embeds", (1, 7, 4)),))
 STEPS = [Progress(job_id="j", step=step, num_steps=2, num_ranks=2) for step in (1, 2)]

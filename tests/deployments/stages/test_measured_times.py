@@ -28,7 +28,7 @@ from engines.core.parcel import Parcel
 from engines.gang.jobs.job import Job
 from engines.gang.rank import RankInfo
 from pipelines.checkpoint import Checkpoint
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.support.fake_service import PICTURES
 from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 

@@ -20,7 +20,7 @@ from deployments.stages.text_encoder import ConditioningCache, PromptEncoder
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import NO_PICTURES, InputPicture, InputPictures, InputVideo, MediaRequest
 from tests.deployments.stages.test_stages import spec_of
-from tests.deployments.support.fake_studio import EDITS
+from tests.deployments.support.fake_service import EDITS
 from tests.deployments.support.files import noise
 from tests.pipelines.support.checkpoints import tiny_models
 

@@ -21,7 +21,7 @@ from deployments.stages.common import StageSpec, Workers
 from deployments.stages.vae_decoder import NUM_ENCODINGS, VaeDecoder
 from pipelines.media import clip
 from pipelines.media.encode import MAX_GROUPS
-from tests.deployments.support.fake_studio import CLIPS
+from tests.deployments.support.fake_service import CLIPS
 
 NUM_CALLS = 40
 MODEL = ModelConfig(name="m")

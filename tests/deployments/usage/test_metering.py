@@ -14,14 +14,14 @@ from prometheus_client import REGISTRY
 from ray.exceptions import ActorDiedError
 
 from deployments.service import flow
-from deployments.service.flow import DeployedStudio
-from deployments.service.interface import Media, Output, StudioEvent
+from deployments.service.flow import DeployedService
+from deployments.service.interface import Media, Output, ServiceEvent
 from deployments.service.readiness import Readiness
 from deployments.usage.accounts import Accounts
 from engines.gang.errors import GangBrokenError, TooLateError
 from engines.gang.jobs.job import JobDone, JobQueued, Progress
 from tests.deployments.service.support.set_stages import Act, Stages
-from tests.deployments.support.fake_studio import PICTURES
+from tests.deployments.support.fake_service import PICTURES
 from tests.support.patience import PATIENCE_S
 
 KEY = "k"
@@ -40,7 +40,7 @@ class Metered:
         self.stages = Stages(*acts)
         self.stages.expected_s = DECODE_S
         stages: Any = {self.model: self.stages}
-        self.studio = DeployedStudio({}, stages, Readiness({self.model: ()}), accounts=self.accounts)
+        self.service = DeployedService({}, stages, Readiness({self.model: ()}), accounts=self.accounts)
 
     def value(self, name: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(f"troupe_{name}", {"model": self.model, **labels}) or 0.0
@@ -51,15 +51,15 @@ class Metered:
         }
         return {name: number for name, number in outcomes.items() if number}
 
-    async def perform(self, *, leaves_at: int | None = None, **fields: Any) -> list[StudioEvent]:
+    async def perform(self, *, leaves_at: int | None = None, **fields: Any) -> list[ServiceEvent]:
         """Return the events of a request, whose client leaves after step ``leaves_at``, once all of it is charged."""
         request = PICTURES.request(model=self.model, prompt="a red circle")
         request = replace(request, key=KEY, service_tier="flex", **fields)
-        got: list[StudioEvent] = []
+        got: list[ServiceEvent] = []
         try:
             async with (
                 asyncio.timeout(PATIENCE_S),
-                aclosing(self.studio.perform(request, Output(format="png"))) as events,
+                aclosing(self.service.perform(request, Output(format="png"))) as events,
             ):
                 async for event in events:
                     assert self.value("requests_open", tier="flex") == 1
@@ -68,7 +68,7 @@ class Metered:
                         break
         finally:
             assert self.value("requests_open", tier="flex") == 0
-            while self.studio.meter._charging:
+            while self.service.meter._charging:
                 await asyncio.sleep(0)
         return got
 
@@ -172,6 +172,6 @@ async def test_a_broken_gang_costs_nothing_and_the_next_what_it_did() -> None:
 async def test_what_the_server_ends_costs_nothing() -> None:
     metered = Metered([*STEPS, asyncio.Event()])
     metered.stages.spent_s = [4.5]
-    metered.studio.meter.stop()
+    metered.service.meter.stop()
     await metered.perform(leaves_at=2)
     assert await metered.charged() == (0, 0.0)

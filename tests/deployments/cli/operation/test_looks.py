@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, Gauge, start_http_server
 from deployments.cli.operation import counts_of
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.support.commands import assert_one_line, troupe
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.deployments.support.live import TIMEOUT_S, wait_until
 
 KEY = "a-key"
@@ -28,13 +28,13 @@ troupe_gangs{model="fake-clips",replica="b"} 1.0
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(step_s=0)
+def service() -> FakeService:
+    return FakeService(step_s=0)
 
 
 @pytest.fixture(params=["", "/v1", "/v1/"])
-def url(studio: FakeStudio, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
-    with serving(build(studio, tmp_path, api_keys=(KEY,))) as url:
+def url(service: FakeService, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[str]:
+    with serving(build(service, tmp_path, api_keys=(KEY,))) as url:
         yield f"{url}{request.param}"
 
 
@@ -64,21 +64,21 @@ def test_models_that_are_ready(url: str) -> None:
     assert "No numbers of gangs and jobs" in output
 
 
-def test_a_model_that_is_not(studio: FakeStudio, url: str) -> None:
-    studio.reasons = {"fake-clips": "its gang is rebuilt [2 of 4]"}
+def test_a_model_that_is_not(service: FakeService, url: str) -> None:
+    service.reasons = {"fake-clips": "its gang is rebuilt [2 of 4]"}
     result = troupe("status", "--url", url)
     assert result.exit_code == 1
     assert "is not ready" in result.output
     assert cells(result.output)[1][-1] == "its gang is rebuilt [2 of 4]"
 
 
-def test_what_gangs_do_is_read_where_the_metrics_are(studio: FakeStudio, tmp_path: Path) -> None:
+def test_what_gangs_do_is_read_where_the_metrics_are(service: FakeService, tmp_path: Path) -> None:
     registry = CollectorRegistry()
     waiting = Gauge("troupe_jobs_waiting", "", ("model", "replica"), registry=registry)
     waiting.labels("fake-clips", "a").set(2)
     metrics, thread = start_http_server(0, "127.0.0.1", registry)
     try:
-        with serving(build(studio, tmp_path)) as url:
+        with serving(build(service, tmp_path)) as url:
             result = troupe("status", "--url", url, "--metrics-url", f"http://127.0.0.1:{metrics.server_port}/metrics")
     finally:
         metrics.shutdown()

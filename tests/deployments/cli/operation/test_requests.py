@@ -14,7 +14,7 @@ import pytest
 from deployments.cli.request_lines import Follower, LogFormat, format_line, show_requests
 from deployments.observability.logs import configure_logs
 from tests.deployments.http.conftest import build, client_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.deployments.support.live import wait_until
 
 RECORD = {
@@ -103,7 +103,7 @@ async def test_what_the_api_logs_is_shown(tmp_path: Path) -> None:
     show_requests(tmp_path, LogFormat.plain, shown.append)
     configure_logs(stream)
     try:
-        async with client_of(build(FakeStudio(), tmp_path / "data")) as client:
+        async with client_of(build(FakeService(), tmp_path / "data")) as client:
             await client.get("/v1/models", headers={"X-Request-Id": "mine-1"})
             await client.get("/nowhere")
     finally:

@@ -19,7 +19,7 @@ from deployments.clips.settings import DATABASE, ClipSettings
 from deployments.clips.storage import Variant
 from deployments.database.schema import prepare
 from tests.deployments.clips.test_claims import REQUEST as BASE
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 REQUEST = replace(BASE, model="fake-clips", seed=77)
@@ -50,8 +50,8 @@ def _tables() -> bytes:
 
 
 @asynccontextmanager
-async def running(studio: FakeStudio, folder: Path, **settings: Any) -> AsyncIterator[Clips]:
-    clips = Clips(studio, ClipSettings(data_dir=with_tables(folder), **(QUICK | settings)))
+async def running(service: FakeService, folder: Path, **settings: Any) -> AsyncIterator[Clips]:
+    clips = Clips(service, ClipSettings(data_dir=with_tables(folder), **(QUICK | settings)))
     await clips.start()
     try:
         yield clips
@@ -59,7 +59,7 @@ async def running(studio: FakeStudio, folder: Path, **settings: Any) -> AsyncIte
         await clips.stop()
 
 
-class Looking(FakeStudio):
+class Looking(FakeService):
     """Counts how often its runner looks for a clip."""
 
     num_looks = 0
@@ -103,7 +103,7 @@ async def ended(clips: Clips, clip_id: str) -> ClipRecord:
     return record
 
 
-async def started(studio: FakeStudio, num_clips: int = 1) -> None:
+async def started(service: FakeService, num_clips: int = 1) -> None:
     async with asyncio.timeout(PATIENCE_S):
-        while len(studio.performed) < num_clips:
+        while len(service.performed) < num_clips:
             await asyncio.sleep(0.01)

@@ -20,7 +20,7 @@ from tests.deployments.http.routes.test_videos import finished, make, progress_o
 from tests.deployments.http.support.events import sse
 from tests.deployments.http.test_disconnect import until
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import DECODE_S, ETA_S, GPU_S, STEPS_S, FailingStudio, FakeStudio
+from tests.deployments.support.fake_service import DECODE_S, ETA_S, GPU_S, STEPS_S, FailingService, FakeService
 
 CREATE, SYNC = "/v1/videos", "/v1/videos/sync"
 LATE = TooLateError(3, 7.2, 16.2, "deadline_s", 9.0)
@@ -51,8 +51,8 @@ def still_time(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_what_a_gang_does_not_take_is_refused_at_once(
     tmp_path: Path, path: str, deadline_s: float | None, failure: QueueFullError, code: str
 ) -> None:
-    studio = FailingStudio(failure)
-    async with client_of(build(studio, tmp_path)) as client:
+    service = FailingService(failure)
+    async with client_of(build(service, tmp_path)) as client:
         answer = await client.post(path, json={"prompt": "a", "deadline_s": deadline_s})
         error = error_of(answer, 429)
         assert (error["code"], error["type"]) == (code, "rate_limit_error")
@@ -60,57 +60,57 @@ async def test_what_a_gang_does_not_take_is_refused_at_once(
         assert answer.headers["Retry-After"] == ("1" if failure is LONG_WAIT else "8")
         assert "x-should-retry" not in answer.headers
         assert (await client.get(CREATE)).json()["data"] == []
-        assert len(studio.performed) == 1
+        assert len(service.performed) == 1
     assert list((tmp_path / "videos").iterdir()) == []
 
 
 async def test_a_deadline_that_could_never_be_met(tmp_path: Path) -> None:
     message = "deadline_s is 1, and the steps alone take 2 s"
-    async with client_of(build(FailingStudio(ValueError(message)), tmp_path)) as client:
+    async with client_of(build(FailingService(ValueError(message)), tmp_path)) as client:
         answer = await client.post(CREATE, json={"prompt": "a", "deadline_s": 1})
         assert error_of(answer, 400)["message"] == message
 
 
 @pytest.mark.parametrize("failure", [LONG_WAIT, QueueFullError(3, 0.02)])
 async def test_a_clip_without_a_deadline_waits_on_the_disk(tmp_path: Path, failure: QueueFullError) -> None:
-    studio = FailingStudio(failure, failure)
-    async with client_of(build(studio, tmp_path)) as client:
+    service = FailingService(failure, failure)
+    async with client_of(build(service, tmp_path)) as client:
         clip = await finished(client, (await make(client))["id"])
-        assert (clip["status"], len(studio.performed)) == ("completed", 3)
+        assert (clip["status"], len(service.performed)) == ("completed", 3)
 
 
 async def test_a_clip_with_a_deadline_waits_for_no_place(tmp_path: Path) -> None:
     """An awaited clip does not wait either; queued clips go on in their own places."""
-    studio = FakeStudio(permits=asyncio.Semaphore(0))
-    async with client_of(build(studio, tmp_path, clips={"max_concurrent_videos": 1})) as client:
+    service = FakeService(permits=asyncio.Semaphore(0))
+    async with client_of(build(service, tmp_path, clips={"max_concurrent_videos": 1})) as client:
         first = await make(client, seed=1)
-        await until(lambda: len(studio.performed) == 1)
+        await until(lambda: len(service.performed) == 1)
         await make(client, seed=2)
         urgent = await make(client, seed=3, deadline_s=60)
         assert urgent["status"] == "in_progress"
         awaited = asyncio.create_task(client.post(SYNC, json={"prompt": "a", "seed": 4}))
-        await until(lambda: len(studio.performed) == 3)
-        assert [request.seed for request in studio.performed] == [1, 3, 4]
+        await until(lambda: len(service.performed) == 3)
+        assert [request.seed for request in service.performed] == [1, 3, 4]
         awaited.cancel()
         await client.delete(f"/v1/videos/{urgent['id']}")
         await asyncio.sleep(0.3)
-        assert len(studio.performed) == 3, "no place became free"
+        assert len(service.performed) == 3, "no place became free"
         await client.delete(f"/v1/videos/{first['id']}")
-        await until(lambda: len(studio.performed) == 4)
+        await until(lambda: len(service.performed) == 4)
 
 
 @pytest.mark.parametrize("path", [CREATE, SYNC])
 async def test_a_clip_that_is_late_after_all(tmp_path: Path, path: str) -> None:
     """Its gang was lost, and the next one would finish it too late."""
-    studio, failures = FakeStudio(), [LATE, QueueFullError(1, 0.02)]
+    service, failures = FakeService(), [LATE, QueueFullError(1, 0.02)]
 
     def fail(request: MediaRequest, step: int) -> None:
         if len(failures) > 1:
-            studio.before = lambda request: (_ for _ in ()).throw(failures.pop())
+            service.before = lambda request: (_ for _ in ()).throw(failures.pop())
             raise failures.pop()
 
-    studio.at_step = fail
-    async with client_of(build(studio, tmp_path)) as client:
+    service.at_step = fail
+    async with client_of(build(service, tmp_path)) as client:
         answer = await client.post(path, json={"prompt": "a", "deadline_s": 9})
         if path == SYNC:
             assert error_of(answer, 429)["code"] == "too_late"
@@ -121,16 +121,16 @@ async def test_a_clip_that_is_late_after_all(tmp_path: Path, path: str) -> None:
 
 
 async def test_who_leaves_before_his_clip_is_taken_leaves_none(tmp_path: Path) -> None:
-    class Slow(FakeStudio):
+    class Slow(FakeService):
         async def perform(self, *asked: Any) -> Any:
             self.performed.append(asked[0])
             await asyncio.Event().wait()
             yield
 
-    studio = Slow()
-    async with client_of(build(studio, tmp_path)) as client:
+    service = Slow()
+    async with client_of(build(service, tmp_path)) as client:
         coming = asyncio.create_task(client.post(CREATE, json={"prompt": "a", "deadline_s": 9}))
-        await until(lambda: len(studio.performed) == 1)
+        await until(lambda: len(service.performed) == 1)
         coming.cancel()
         with pytest.raises(asyncio.CancelledError):
             await coming
@@ -138,26 +138,28 @@ async def test_who_leaves_before_his_clip_is_taken_leaves_none(tmp_path: Path) -
 
 
 async def test_a_gang_says_when_its_clip_is_done(
-    client: httpx.AsyncClient, studio: FakeStudio, watch: Watch, still_time: None
+    client: httpx.AsyncClient, service: FakeService, watch: Watch, still_time: None
 ) -> None:
-    studio.permits = asyncio.Semaphore(0)
+    service.permits = asyncio.Semaphore(0)
     answer = await client.post(CREATE, json={"prompt": "a", "seed": 3, "deadline_s": 60, "num_inference_steps": 10})
     begun = answer.json()
     assert begun["eta_s"] == float(answer.headers["X-Troupe-Eta"]) == ETA_S + 3
     watching = await watch(client, begun["id"])
-    studio.permits.release()
+    service.permits.release()
     video = await progress_of(client, begun["id"], 10)
     assert video["eta_s"] == STEPS_S + DECODE_S
     for _ in range(9):
-        studio.permits.release()
+        service.permits.release()
     await finished(client, begun["id"])
     events = sse(await watching)
     assert events[0][1]["video"]["eta_s"] == ETA_S + 3
     assert events[-1][1]["video"]["eta_s"] is None
 
 
-async def test_nothing_is_predicted_before_anything_was_measured(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.knows_times, studio.permits = False, asyncio.Semaphore(1)
+async def test_nothing_is_predicted_before_anything_was_measured(
+    client: httpx.AsyncClient, service: FakeService
+) -> None:
+    service.knows_times, service.permits = False, asyncio.Semaphore(1)
     answer = await client.post(CREATE, json={"prompt": "a", "deadline_s": 60})
     assert answer.json()["eta_s"] is None
     assert "X-Troupe-Eta" not in answer.headers
@@ -165,14 +167,14 @@ async def test_nothing_is_predicted_before_anything_was_measured(client: httpx.A
 
 
 async def test_what_waits_on_the_disk_is_predicted_by_what_was_made(
-    studio: FakeStudio, tmp_path: Path, still_time: None
+    service: FakeService, tmp_path: Path, still_time: None
 ) -> None:
-    async with client_of(build(studio, tmp_path, clips={"max_concurrent_videos": 1})) as client:
+    async with client_of(build(service, tmp_path, clips={"max_concurrent_videos": 1})) as client:
         timings = (await finished(client, (await make(client))["id"]))["timings"]
         took_s = timings["total_s"] - timings["queue_s"]
-        studio.permits = asyncio.Semaphore(0)
+        service.permits = asyncio.Semaphore(0)
         await make(client, seed=0)
-        await until(lambda: len(studio.performed) == 2)
+        await until(lambda: len(service.performed) == 2)
         same = [await make(client) for _ in range(2)]
         other = await make(client, num_inference_steps=5)
         data = (await client.get(CREATE)).json()["data"]

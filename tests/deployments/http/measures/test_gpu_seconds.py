@@ -15,7 +15,7 @@ from pipelines.request import MediaRequest
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished, make
-from tests.deployments.support.fake_studio import GPU_S, FakeStudio
+from tests.deployments.support.fake_service import GPU_S, FakeService
 
 HEADER = "X-Troupe-Gpu-Seconds"
 NUM_STEPS = 4
@@ -28,12 +28,12 @@ FAILURES = [
 ]
 
 
-def failing(failure: Exception, step: int = FAILS_AT) -> FakeStudio:
+def failing(failure: Exception, step: int = FAILS_AT) -> FakeService:
     def fail(request: MediaRequest, at: int) -> None:
         if at == step:
             raise failure
 
-    return FakeStudio(at_step=fail)
+    return FakeService(at_step=fail)
 
 
 def events_of(answer: httpx.Response) -> list[dict[str, Any]]:
@@ -50,14 +50,14 @@ async def test_an_error_says_what_was_spent_before_it(tmp_path: Path, failure: E
 
 async def test_of_several_pictures_it_is_all_that_was_spent(tmp_path: Path) -> None:
     """One picture fails at once; the other has done all its steps by then, or some."""
-    studio = FakeStudio()
+    service = FakeService()
 
     def fail(request: MediaRequest, at: int) -> None:
         if request.seed == 1 and at == NUM_STEPS:
             raise ValueError("too large")
 
-    studio.at_step = fail
-    async with client_of(build(studio, tmp_path)) as client:
+    service.at_step = fail
+    async with client_of(build(service, tmp_path)) as client:
         answer = await client.post(IMAGES, json={"prompt": "a", "n": 2, "seed": 0})
     own_s = GPU_S * (NUM_STEPS - 1) / NUM_STEPS
     assert answer.status_code == 400

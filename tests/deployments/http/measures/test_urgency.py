@@ -11,7 +11,7 @@ from engines.gang.errors import QueueFullError, TooLateError
 from pipelines.request import MediaRequest
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished, make
-from tests.deployments.support.fake_studio import ETA_S, GPU_S, FakeStudio
+from tests.deployments.support.fake_service import ETA_S, GPU_S, FakeService
 
 
 @pytest.mark.parametrize(
@@ -23,11 +23,11 @@ from tests.deployments.support.fake_studio import ETA_S, GPU_S, FakeStudio
         ({"service_tier": "priority", "deadline_s": 2.5}, ("priority", 2.5)),
     ],
 )
-async def test_what_the_studio_hears(
-    client: httpx.AsyncClient, studio: FakeStudio, body: dict[str, Any], expected: tuple[str, float | None]
+async def test_what_the_service_hears(
+    client: httpx.AsyncClient, service: FakeService, body: dict[str, Any], expected: tuple[str, float | None]
 ) -> None:
     assert (await client.post(IMAGES, json={"prompt": "a", **body})).status_code == 200
-    (request,) = studio.performed
+    (request,) = service.performed
     assert (request.service_tier, request.deadline_s, request.key) == (*expected, "")
 
 
@@ -54,9 +54,9 @@ async def test_a_stream_tells_at_its_start_what_is_predicted(client: httpx.Async
 
 @pytest.mark.parametrize("promised", [False, True])
 async def test_what_an_elastic_gang_cannot_promise_is_said(
-    client: httpx.AsyncClient, studio: FakeStudio, promised: bool
+    client: httpx.AsyncClient, service: FakeService, promised: bool
 ) -> None:
-    studio.same_bytes = promised
+    service.same_bytes = promised
     answer = await client.post(IMAGES, json={"prompt": "a"})
     assert answer.headers["X-Troupe-Same-Bytes"] == str(promised).lower()
     clip = await finished(client, (await make(client))["id"])
@@ -65,9 +65,9 @@ async def test_what_an_elastic_gang_cannot_promise_is_said(
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_nothing_is_predicted_before_anything_was_measured(
-    client: httpx.AsyncClient, studio: FakeStudio, stream: bool
+    client: httpx.AsyncClient, service: FakeService, stream: bool
 ) -> None:
-    studio.knows_times = False
+    service.knows_times = False
     body = {"stream": True, "stream_progress": True} if stream else {}
     answer = await client.post(IMAGES, json={"prompt": "a", **body})
     assert answer.status_code == 200
@@ -75,10 +75,10 @@ async def test_nothing_is_predicted_before_anything_was_measured(
     assert not stream or '"eta_s":null' in answer.text.replace(" ", "")
 
 
-async def test_a_deadline_counts_from_when_the_request_came(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_a_deadline_counts_from_when_the_request_came(client: httpx.AsyncClient, service: FakeService) -> None:
     """A clip's count starts when it was requested, however long it is queued."""
     assert (await client.post(IMAGES, json={"prompt": "a", "deadline_s": 9})).status_code == 200
-    (picture,) = studio.performed
+    (picture,) = service.performed
     assert (picture.deadline_s, picture.waited_s > 0) == (9, True)
     refusals = [QueueFullError(1, retry_after_s=0.05)]
 
@@ -86,9 +86,9 @@ async def test_a_deadline_counts_from_when_the_request_came(client: httpx.AsyncC
         if refusals:
             raise refusals.pop()
 
-    studio.at_step = refuse_once
+    service.at_step = refuse_once
     await finished(client, (await make(client, deadline_s=9))["id"])
-    _, refused, taken = studio.performed
+    _, refused, taken = service.performed
     assert taken.deadline_s == refused.deadline_s == 9
     assert taken.waited_s - refused.waited_s > 0.05
 
@@ -98,8 +98,8 @@ def refuse(request: MediaRequest) -> None:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_what_would_be_late_is_refused(client: httpx.AsyncClient, studio: FakeStudio, stream: bool) -> None:
-    studio.before = refuse
+async def test_what_would_be_late_is_refused(client: httpx.AsyncClient, service: FakeService, stream: bool) -> None:
+    service.before = refuse
     answer = await client.post(IMAGES, json={"prompt": "a", "deadline_s": 9, "stream": stream})
     assert (answer.status_code, answer.headers["Retry-After"]) == (429, "8")
     error = answer.json()["error"]
@@ -110,13 +110,13 @@ async def test_what_would_be_late_is_refused(client: httpx.AsyncClient, studio: 
 LONGEST_WAIT = TooLateError(3, 0.05, 16.2, "the longest wait, max_wait_s,", 9.0)
 
 
-async def test_what_would_wait_longer_than_it_may_is_refused(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_what_would_wait_longer_than_it_may_is_refused(client: httpx.AsyncClient, service: FakeService) -> None:
     """The server sets the limit; a request has no such field."""
 
     def refuse_wait(request: MediaRequest) -> None:
         raise LONGEST_WAIT
 
-    studio.before = refuse_wait
+    service.before = refuse_wait
     answer = await client.post(IMAGES, json={"prompt": "a"})
     assert (answer.status_code, answer.headers["Retry-After"]) == (429, "1")
     error = answer.json()["error"]
@@ -125,7 +125,7 @@ async def test_what_would_wait_longer_than_it_may_is_refused(client: httpx.Async
 
 
 async def test_a_clip_waits_in_the_records_until_its_gang_takes_it(
-    client: httpx.AsyncClient, studio: FakeStudio
+    client: httpx.AsyncClient, service: FakeService
 ) -> None:
     refusals = [LONGEST_WAIT, LONGEST_WAIT]
 
@@ -133,7 +133,7 @@ async def test_a_clip_waits_in_the_records_until_its_gang_takes_it(
         if refusals:
             raise refusals.pop()
 
-    studio.before = refuse_twice
+    service.before = refuse_twice
     clip = await finished(client, (await make(client))["id"])
     assert clip["status"] == "completed"
-    assert len(studio.performed) == 3
+    assert len(service.performed) == 3

@@ -15,7 +15,7 @@ from deployments.clips.clips import Clips
 from deployments.clips.settings import ClipSettings
 from deployments.http.app import create_api
 from deployments.http.settings import ApiSettings
-from deployments.service.interface import Media, StudioEvent
+from deployments.service.interface import Media, ServiceEvent
 from deployments.usage.accounts import Accounts
 from deployments.usage.api_keys import KeyRing, hash_of
 from deployments.usage.metering import UsageMeter
@@ -25,7 +25,7 @@ from tests.deployments.clips.support.runs import QUICK
 from tests.deployments.http.conftest import client_of
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished
-from tests.deployments.support.fake_studio import GPU_S, FakeStudio
+from tests.deployments.support.fake_service import GPU_S, FakeService
 from tests.deployments.usage.conftest import SetTime
 
 LIMITS = (
@@ -34,28 +34,28 @@ LIMITS = (
 )
 
 
-class MeteredStudio:
-    """A studio that charges for its work, like the application's."""
+class MeteredService:
+    """A service that charges for its work, like the application's."""
 
-    def __init__(self, studio: FakeStudio, accounts: Accounts) -> None:
-        self._studio, self._meter = studio, UsageMeter(accounts)
+    def __init__(self, service: FakeService, accounts: Accounts) -> None:
+        self._service, self._meter = service, UsageMeter(accounts)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._studio, name)
+        return getattr(self._service, name)
 
-    async def perform(self, request: MediaRequest, *args: Any) -> AsyncGenerator[StudioEvent]:
+    async def perform(self, request: MediaRequest, *args: Any) -> AsyncGenerator[ServiceEvent]:
         with self._meter.metered(request) as finish:
-            async with aclosing(self._studio.perform(request, *args)) as events:
+            async with aclosing(self._service.perform(request, *args)) as events:
                 async for event in events:
                     if isinstance(event, Media):
                         finish(event.timings)
                     yield event
 
 
-def metered(studio: FakeStudio, folder: Path) -> FastAPI:
+def metered(service: FakeService, folder: Path) -> FastAPI:
     """Return the API as in an ingress: clips and pictures in one account."""
     accounts = Accounts(LIMITS, clock=SetTime())
-    counted: Any = MeteredStudio(studio, accounts)
+    counted: Any = MeteredService(service, accounts)
     settings = ApiSettings(data_dir=folder, keys=KeyRing(["small", "large"]), key_limits=LIMITS)
     clips = Clips(counted, ClipSettings(data_dir=folder, **QUICK))
     return create_api(counted, settings, clips, accounts=accounts)
@@ -72,10 +72,10 @@ async def used(client: httpx.AsyncClient, key: str) -> dict[str, Any]:
     return usage
 
 
-async def test_clips_are_under_way_as_pictures_are(studio: FakeStudio, tmp_path: Path) -> None:
+async def test_clips_are_under_way_as_pictures_are(service: FakeService, tmp_path: Path) -> None:
     """They count from request to end, queued or running: two may, so of three at once two are accepted."""
-    studio.permits = asyncio.Semaphore(0)
-    async with client_of(metered(studio, tmp_path)) as client:
+    service.permits = asyncio.Semaphore(0)
+    async with client_of(metered(service, tmp_path)) as client:
         client.headers.update(of("small"))
         posts = [client.post("/v1/videos", json={"prompt": "a"}) for _ in range(3)]
         answers = await asyncio.gather(*posts)
@@ -86,12 +86,12 @@ async def test_clips_are_under_way_as_pictures_are(studio: FakeStudio, tmp_path:
         clip, other = (answer.json()["id"] for answer in answers if answer.status_code == 200)
         await client.delete(f"/v1/videos/{clip}")
         await client.delete(f"/v1/videos/{other}")
-        studio.permits = None
+        service.permits = None
         assert (await client.post(IMAGES, json={"prompt": "a", "n": 2})).status_code == 200
 
 
-async def test_keys_have_accounts_and_limits_of_their_own(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(metered(studio, tmp_path)) as client:
+async def test_keys_have_accounts_and_limits_of_their_own(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(metered(service, tmp_path)) as client:
         never = await client.post(IMAGES, json={"prompt": "a", "n": 3}, headers=of("small"))
         assert never.status_code == 400
         assert never.json()["error"]["message"] == "n is 3; it must be from 1 to 2", "no waiting would help"
@@ -110,4 +110,7 @@ async def test_keys_have_accounts_and_limits_of_their_own(studio: FakeStudio, tm
         client.headers.update(of("large"))
         await finished(client, clip.json()["id"])
         assert (await used(client, "large"))["gpu_seconds"] == GPU_S
-        assert {(one.key, one.weight) for one in studio.performed} == {(hash_of("small"), 1.0), (hash_of("large"), 3.0)}
+        assert {(one.key, one.weight) for one in service.performed} == {
+            (hash_of("small"), 1.0),
+            (hash_of("large"), 3.0),
+        }

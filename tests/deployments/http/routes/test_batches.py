@@ -24,7 +24,7 @@ from deployments.usage.api_keys import hash_of
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.test_disconnect import until
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 IMAGES, VIDEOS = "/v1/images/generations", "/v1/videos"
@@ -49,9 +49,9 @@ def results(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, A
     return {one["custom_id"]: one["response"] for one in found}
 
 
-def test_pictures_and_clips_of_the_official_client(studio: FakeStudio, tmp_path: Path) -> None:
+def test_pictures_and_clips_of_the_official_client(service: FakeService, tmp_path: Path) -> None:
     with (
-        serving(build(studio, tmp_path, api_keys=("alpha",))) as url,
+        serving(build(service, tmp_path, api_keys=("alpha",))) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="alpha", max_retries=0, timeout=PATIENCE_S) as client,
     ):
         alone = client.images.generate(prompt="a", extra_body={"seed": 1})
@@ -85,7 +85,7 @@ def test_pictures_and_clips_of_the_official_client(studio: FakeStudio, tmp_path:
         assert client.files.delete(batch.input_file_id).deleted
         with pytest.raises(openai.NotFoundError):
             client.files.content(batch.input_file_id)
-    tiers = Counter((one.kind, one.service_tier, one.key == hash_of("alpha")) for one in studio.performed)
+    tiers = Counter((one.kind, one.service_tier, one.key == hash_of("alpha")) for one in service.performed)
     assert tiers == {("image", "default", True): 1, ("image", "flex", True): 3, ("video", "flex", True): 2}
 
 
@@ -116,13 +116,13 @@ async def test_a_batch_goes_on_after_a_restart_and_makes_nothing_twice(
 ) -> None:
     place: dict[str, Any] = {"clips": {"database_url": database_url}}
     monkeypatch.setattr(runner, "NUM_RUNNING", 1)
-    first = FakeStudio(permits=asyncio.Semaphore(4))  # enough for one of them
+    first = FakeService(permits=asyncio.Semaphore(4))  # enough for one of them
     async with client_of(build(first, tmp_path, **place)) as client:
         batch = await start(client, lines(IMAGES, *({"prompt": "a", "seed": seed} for seed in range(3))))
         await until(lambda: len(first.finished) == 1)
         await until(lambda: len(list((tmp_path / "batches" / batch["id"]).glob("*.out"))) == 1)
     made = next(one.seed for one in first.performed if one.request_id in first.finished)
-    one, two = FakeStudio(), FakeStudio()
+    one, two = FakeService(), FakeService()
     async with client_of(build(one, tmp_path, **place)) as client, client_of(build(two, tmp_path, **place)):
         batch = await end(client, batch["id"])
         answer = await client.get(f"/v1/files/{batch['output_file_id']}/content")
@@ -145,7 +145,7 @@ async def test_a_stop_while_a_batch_ends_leaves_no_parts_of_its_files(
         return is_set
 
     monkeypatch.setattr(BatchStore, "set_status", set_slowly)
-    async with client_of(build(FakeStudio(), tmp_path)) as client:
+    async with client_of(build(FakeService(), tmp_path)) as client:
         batch = await start(client, lines(IMAGES, {"prompt": "a"}))
         await is_ended.wait()
         asyncio.get_running_loop().call_later(0.1, stops.set)  # while the application stops
@@ -153,28 +153,28 @@ async def test_a_stop_while_a_batch_ends_leaves_no_parts_of_its_files(
 
 
 async def test_a_cancelled_batch_keeps_what_is_made(
-    client: httpx.AsyncClient, studio: FakeStudio, monkeypatch: pytest.MonkeyPatch
+    client: httpx.AsyncClient, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "NUM_RUNNING", 1)
-    studio.permits = asyncio.Semaphore(4)
+    service.permits = asyncio.Semaphore(4)
     batch = await start(client, lines(IMAGES, *({"prompt": "a", "seed": seed} for seed in range(3))))
-    await until(lambda: len(studio.finished) == 1)
+    await until(lambda: len(service.finished) == 1)
     while (await client.get(f"/v1/batches/{batch['id']}")).json()["request_counts"]["completed"] < 1:
         await asyncio.sleep(0.02)
     assert (await client.post(f"/v1/batches/{batch['id']}/cancel")).json()["status"] in ("cancelling", "cancelled")
     batch = await end(client, batch["id"])
     assert (batch["status"], batch["request_counts"]["completed"]) == ("cancelled", 1)
     assert len((await client.get(f"/v1/files/{batch['output_file_id']}/content")).text.splitlines()) == 1
-    await until(lambda: len(studio.closed) == 1)
+    await until(lambda: len(service.closed) == 1)
 
 
-async def test_requests_without_room_are_made_later(studio: FakeStudio, tmp_path: Path) -> None:
-    studio.reasons["fake-pictures"] = "loading"
-    async with client_of(build(studio, tmp_path)) as client:
+async def test_requests_without_room_are_made_later(service: FakeService, tmp_path: Path) -> None:
+    service.reasons["fake-pictures"] = "loading"
+    async with client_of(build(service, tmp_path)) as client:
         batch = await start(client, lines(IMAGES, {"prompt": "a"}))
         while (await client.get(f"/v1/batches/{batch['id']}")).json()["status"] != "in_progress":
             await asyncio.sleep(0.02)
-        studio.reasons.clear()
+        service.reasons.clear()
         assert (await end(client, batch["id"]))["request_counts"]["completed"] == 1
 
 
@@ -214,8 +214,8 @@ def test_files_that_hold_no_batch(content: bytes, message: str) -> None:
     assert message in errors[0]["message"]
 
 
-async def test_what_is_refused(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, api_keys=("alpha", "beta"))) as client:
+async def test_what_is_refused(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, api_keys=("alpha", "beta"))) as client:
         alpha, beta = ({"Authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
         client.headers.update(alpha)
         batch = await start(client, b"{}")
@@ -235,13 +235,13 @@ async def test_what_is_refused(studio: FakeStudio, tmp_path: Path) -> None:
         clip = await client.post("/v1/files", files={"file": ("a.mp4", b"{}")}, data={"purpose": "user_data"})
         error = error_of(await client.post("/v1/batches", json=body | {"input_file_id": clip.json()["id"]}), 400)
         assert (error["param"], "the purpose user_data" in error["message"]) == ("input_file_id", True)
-    assert studio.performed == []
+    assert service.performed == []
 
 
 async def test_a_key_stores_as_much_as_it_may(tmp_path: Path) -> None:
     alpha, beta = ({"Authorization": f"Bearer {key}"} for key in ("alpha", "beta"))
     form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
-    async with client_of(build(FakeStudio(), tmp_path, api_keys=("alpha", "beta"), max_stored_bytes=10)) as client:
+    async with client_of(build(FakeService(), tmp_path, api_keys=("alpha", "beta"), max_stored_bytes=10)) as client:
         first, second = [(await client.post("/v1/files", headers=alpha, **form)).json()["id"] for _ in range(2)]
         error = error_of(await client.post("/v1/files", headers=alpha, **form), 409)
         assert (error["code"], "files of 8 are here; all may have 10" in error["message"]) == ("too_many_files", True)
@@ -256,8 +256,8 @@ async def test_uploads_at_once_take_no_more_than_one_after_the_other(tmp_path: P
     form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
     rules: dict[str, Any] = {"clips": {"database_url": database_url}, "max_stored_bytes": 10}
     async with (
-        client_of(build(FakeStudio(), tmp_path, **rules)) as one,
-        client_of(build(FakeStudio(), tmp_path, **rules)) as other,
+        client_of(build(FakeService(), tmp_path, **rules)) as one,
+        client_of(build(FakeService(), tmp_path, **rules)) as other,
     ):
         answers = await asyncio.gather(*(client.post("/v1/files", **form) for client in (one, other) for _ in range(4)))
         refused = [answer for answer in answers if not answer.is_success]
@@ -275,7 +275,7 @@ async def test_an_upload_without_a_record_leaves_no_content(tmp_path: Path, monk
 
     monkeypatch.setattr(BatchStore, "add_file", add_file)
     form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
-    async with client_of(build(FakeStudio(), tmp_path)) as client:
+    async with client_of(build(FakeService(), tmp_path)) as client:
         error_of(await client.post("/v1/files", **form), 503)
     assert list((tmp_path / "batches").iterdir()) == []
 
@@ -290,7 +290,7 @@ async def test_content_whose_record_is_neither_written_nor_deleted_goes_later(
         return {path.name for path in (tmp_path / "batches").iterdir()}
 
     form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
-    async with client_of(build(FakeStudio(), tmp_path)) as client:
+    async with client_of(build(FakeService(), tmp_path)) as client:
         kept = (await client.post("/v1/files", **form)).json()["id"]
         with monkeypatch.context() as patch:
             patch.setattr(BatchStore, "add_file", fail)
@@ -298,7 +298,7 @@ async def test_content_whose_record_is_neither_written_nor_deleted_goes_later(
             error_of(await client.post("/v1/files", **form), 503)
         assert len(names()) == 2
     monkeypatch.setattr(runner, "ORPHAN_S", 0.0)
-    async with client_of(build(FakeStudio(), tmp_path)):
+    async with client_of(build(FakeService(), tmp_path)):
         async with asyncio.timeout(PATIENCE_S):
             while names() != {kept}:
                 await asyncio.sleep(0.01)
@@ -319,7 +319,7 @@ async def test_an_upload_that_is_cancelled_while_it_is_written_leaves_no_content
     written = threading.Event()
     monkeypatch.setattr(Contents, "write", write_late)
     form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
-    async with client_of(build(FakeStudio(), tmp_path)) as client:
+    async with client_of(build(FakeService(), tmp_path)) as client:
         upload = asyncio.create_task(client.post("/v1/files", **form))
         await asyncio.to_thread(begun.wait, PATIENCE_S)
         upload.cancel()
@@ -349,7 +349,7 @@ async def test_a_file_whose_record_is_written_without_an_answer_has_its_content(
     if not database_answers:
         monkeypatch.setattr(BatchStore, "remove_file", remove_file)
     form: Any = {"files": {"file": ("a.mp4", b"0123")}, "data": {"purpose": "user_data"}}
-    async with client_of(build(FakeStudio(), tmp_path)) as client:
+    async with client_of(build(FakeService(), tmp_path)) as client:
         error_of(await client.post("/v1/files", **form), 503)
         listed = (await client.get("/v1/files")).json()["data"]
         contents = [(await client.get(f"/v1/files/{file['id']}/content")).content for file in listed]

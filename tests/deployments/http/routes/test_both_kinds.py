@@ -11,7 +11,7 @@ from PIL import Image
 
 from deployments.http.app import uploads
 from tests.deployments.http.support.events import sse
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.deployments.support.files import data_url, file_of, noise
 
 IMAGES, EDITS, VIDEOS = "/v1/images/generations", "/v1/images/edits", "/v1/videos"
@@ -19,17 +19,17 @@ BODY = {"prompt": "a red circle", "model": "fake-both", "seed": 4}
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(makes_both=True)
+def service() -> FakeService:
+    return FakeService(makes_both=True)
 
 
 @pytest.mark.parametrize("format", ["png", "jpeg", "webp"])
 async def test_pictures_are_of_one_frame_and_the_size_of_pictures(
-    client: httpx.AsyncClient, studio: FakeStudio, format: str
+    client: httpx.AsyncClient, service: FakeService, format: str
 ) -> None:
     answer = await client.post(IMAGES, json={**BODY, "n": 2, "output_format": format})
     assert answer.status_code == 200, answer.text
-    assert {(one.kind, one.num_frames, one.fps, one.width, one.height) for one in studio.performed} == {
+    assert {(one.kind, one.num_frames, one.fps, one.width, one.height) for one in service.performed} == {
         ("image", 1, 0, 96, 64)
     }
     assert answer.json()["size"] == "96x64"
@@ -44,10 +44,10 @@ async def test_pictures_come_as_a_stream_with_previews(client: httpx.AsyncClient
     assert [name for name, _ in sse(answer)] == ["image_generation.partial_image", "image_generation.completed"]
 
 
-async def test_clips_are_as_before(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_clips_are_as_before(client: httpx.AsyncClient, service: FakeService) -> None:
     answer = await client.post(f"{VIDEOS}/sync", json=BODY)
     assert answer.headers["Content-Type"] == "video/mp4"
-    (request,) = studio.performed
+    (request,) = service.performed
     assert (request.kind, request.num_frames, request.fps, request.width) == ("video", 17, 8, 32)
 
 
@@ -83,6 +83,6 @@ async def test_the_model_says_what_it_makes(client: httpx.AsyncClient) -> None:
     assert models["fake-clips"]["picture_defaults"] is None
 
 
-def test_pictures_may_come_along_where_one_is_taken(studio: FakeStudio) -> None:
+def test_pictures_may_come_along_where_one_is_taken(service: FakeService) -> None:
     """Here only clips take one."""
-    assert set(uploads(studio)) == {"/v1/videos", "/v1/videos/sync", "/v1/videos/edits"}
+    assert set(uploads(service)) == {"/v1/videos", "/v1/videos/sync", "/v1/videos/edits"}

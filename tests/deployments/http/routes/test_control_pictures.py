@@ -9,7 +9,7 @@ import pytest
 
 from pipelines.request import InputPicture, InputPictures
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.deployments.support.files import data_url, file_of, noise
 
 MODEL, ROUTE = "fake-controlled", "/v1/images/edits"
@@ -20,30 +20,30 @@ INPUTS = InputPictures(control=InputPicture.of(PICTURE))
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(takes_control=True, takes_pictures=True)
+def service() -> FakeService:
+    return FakeService(takes_control=True, takes_pictures=True)
 
 
 @pytest.mark.parametrize("value", [URL, {"image_url": URL}], ids=["text", "object"])
-async def test_a_control_picture_by_json(client: httpx.AsyncClient, studio: FakeStudio, value: object) -> None:
+async def test_a_control_picture_by_json(client: httpx.AsyncClient, service: FakeService, value: object) -> None:
     """The control picture selects the model that follows one, and gives the size."""
     answer = await client.post(ROUTE, json={"prompt": "a", "control_image": value})
     assert answer.status_code == 200, answer.text
-    request = studio.performed[-1]
+    request = service.performed[-1]
     assert (request.model, request.width, request.height, request.has_control) == (MODEL, 48, 32, True)
     assert (request.control_scale, request.num_pictures) == (None, 0)
-    assert studio.inputs[-1] == INPUTS
+    assert service.inputs[-1] == INPUTS
 
 
-async def test_its_weight_and_steps_in_a_form(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_its_weight_and_steps_in_a_form(client: httpx.AsyncClient, service: FakeService) -> None:
     weights = {"control_scale": "0.5", "control_guidance_start": "0.25", "control_guidance_end": "0.75"}
     files = {"control_image": ("a.png", FILE)}
     answer = await client.post(ROUTE, data={"prompt": "a", "size": "64x64", **weights}, files=files)
     assert answer.status_code == 200, answer.text
-    request = studio.performed[-1]
+    request = service.performed[-1]
     steps = (request.control_guidance_start, request.control_guidance_end)
     assert (request.control_scale, steps, request.width) == (0.5, (0.25, 0.75), 64)
-    assert studio.inputs[-1] == INPUTS
+    assert service.inputs[-1] == INPUTS
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
@@ -76,12 +76,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_a_control_picture_that_cannot_be(client: httpx.AsyncClient, studio: FakeStudio, name: str) -> None:
+async def test_a_control_picture_that_cannot_be(client: httpx.AsyncClient, service: FakeService, name: str) -> None:
     route, fields, param, message = REFUSED[name]
     error = error_of(await client.post(route, json={"prompt": "a", **fields}), 400)
     assert error["param"] == param
     assert message in error["message"]
-    assert studio.performed == []
+    assert service.performed == []
 
 
 async def test_a_model_says_that_it_follows_one(client: httpx.AsyncClient) -> None:

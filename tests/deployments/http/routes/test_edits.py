@@ -1,4 +1,4 @@
-"""Input pictures, sent by the official client or as JSON, reach the studio."""
+"""Input pictures, sent by the official client or as JSON, reach the service."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pipelines.request import InputPicture, InputPictures
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.support.events import sse
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio, colour
+from tests.deployments.support.fake_service import FakeService, colour
 from tests.deployments.support.files import data_url, file_of, noise
 
 EDITS = "/v1/images/edits"
@@ -33,8 +33,8 @@ URLS = [data_url(one) for one in FILES]
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(takes_pictures=True)
+def service() -> FakeService:
+    return FakeService(takes_pictures=True)
 
 
 @pytest.fixture
@@ -43,8 +43,8 @@ def official(url: str) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def inputs_of(studio: FakeStudio) -> InputPictures:
-    return studio.inputs[-1]
+def inputs_of(service: FakeService) -> InputPictures:
+    return service.inputs[-1]
 
 
 BOTH = InputPictures(pictures=(InputPicture.of(FIRST), InputPicture.of(SECOND)))
@@ -52,16 +52,16 @@ ONE = InputPictures(pictures=BOTH.pictures[:1])
 WITH_MASK = InputPictures(pictures=ONE.pictures, mask=InputPicture.of(Image.fromarray(PAINTED)))
 
 
-async def test_a_colour_lies_beneath_a_transparent_picture(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_a_colour_lies_beneath_a_transparent_picture(client: httpx.AsyncClient, service: FakeService) -> None:
     clear = noise(48, 32, "RGBA")
     fields = {"prompt": "a", "model": "fake-edits", "background": "navy"}
     answer = await client.post(EDITS, data=fields, files={"image": ("a.png", file_of(clear), "image/png")})
     assert answer.status_code == 200, answer.text
     expected = Image.alpha_composite(Image.new("RGBA", clear.size, "navy"), clear).convert("RGB")
-    assert inputs_of(studio).pictures == (InputPicture.of(expected),)
+    assert inputs_of(service).pictures == (InputPicture.of(expected),)
 
 
-def test_a_picture_of_the_official_client(official: openai.OpenAI, studio: FakeStudio) -> None:
+def test_a_picture_of_the_official_client(official: openai.OpenAI, service: FakeService) -> None:
     answer = official.images.edit(
         image=("whatever.txt", FILES[0], "text/plain"),
         prompt="a",
@@ -80,18 +80,18 @@ def test_a_picture_of_the_official_client(official: openai.OpenAI, studio: FakeS
     assert [one.seed for one in pictures] == [300, 301]
     image = Image.open(io.BytesIO(base64.b64decode(pictures[0].b64_json)))
     assert (image.format, image.size) == ("WEBP", (48, 32))
-    assert studio.inputs == [ONE, ONE]
-    request = studio.performed[0]
+    assert service.inputs == [ONE, ONE]
+    request = service.performed[0]
     assert (request.num_pictures, request.has_mask, request.strength) == (1, False, 0.25)
 
 
-def test_several_pictures_and_a_mask(official: openai.OpenAI, studio: FakeStudio) -> None:
+def test_several_pictures_and_a_mask(official: openai.OpenAI, service: FakeService) -> None:
     official.images.edit(image=[io.BytesIO(one) for one in FILES], prompt="a", size="64x64")
-    assert inputs_of(studio) == BOTH
-    assert (studio.performed[0].model, studio.performed[0].width) == ("fake-edits", 64)
+    assert inputs_of(service) == BOTH
+    assert (service.performed[0].model, service.performed[0].width) == ("fake-edits", 64)
     official.images.edit(image=FILES[0], mask=MASK, prompt="a", response_format="url")
-    assert inputs_of(studio) == WITH_MASK
-    assert (studio.performed[1].num_pictures, studio.performed[1].has_mask) == (1, True)
+    assert inputs_of(service) == WITH_MASK
+    assert (service.performed[1].num_pictures, service.performed[1].has_mask) == (1, True)
 
 
 def test_a_stream_of_the_official_client(official: openai.OpenAI) -> None:
@@ -108,8 +108,8 @@ def test_a_stream_of_the_official_client(official: openai.OpenAI) -> None:
 
 
 @pytest.fixture
-async def client(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(studio, tmp_path)) as client:
+async def client(service: FakeService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(build(service, tmp_path)) as client:
         yield client
 
 
@@ -125,14 +125,14 @@ JSON_BODIES = {
 
 @pytest.mark.parametrize(("fields", "inputs"), JSON_BODIES.values(), ids=JSON_BODIES.keys())
 async def test_json(
-    client: httpx.AsyncClient, studio: FakeStudio, fields: dict[str, Any], inputs: InputPictures
+    client: httpx.AsyncClient, service: FakeService, fields: dict[str, Any], inputs: InputPictures
 ) -> None:
     answer = await client.post(EDITS, json={"prompt": "a", **fields})
     assert answer.status_code == 200, answer.text
-    assert studio.inputs == [inputs]
+    assert service.inputs == [inputs]
 
 
-async def test_a_form_of_any_client(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_a_form_of_any_client(client: httpx.AsyncClient, service: FakeService) -> None:
     """The forms have curl's repeated fields, a browser's field without a file, pictures as text, or no files."""
     repeated = [("image", ("a.png", FILES[0])), ("image", ("b", FILES[1])), ("mask", ("", b""))]
     indexed = [("image[0]", ("a.png", FILES[0])), ("image[1]", (None, URLS[1]))]
@@ -141,7 +141,7 @@ async def test_a_form_of_any_client(client: httpx.AsyncClient, studio: FakeStudi
         fields = {"prompt": "a", "strength": "1", "mask": "", **sent.get("data", {})}
         answer = await client.post(EDITS, data=fields, files=sent.get("files"))
         assert answer.status_code == 200, answer.text
-        assert (inputs_of(studio), studio.performed[-1].strength) == (BOTH, 1.0)
+        assert (inputs_of(service), service.performed[-1].strength) == (BOTH, 1.0)
 
 
 BAD = {
@@ -174,18 +174,18 @@ BAD = {
 
 @pytest.mark.parametrize(("fields", "status", "param", "message"), BAD.values(), ids=BAD.keys())
 async def test_what_is_wrong_is_told(
-    studio: FakeStudio, tmp_path: Path, fields: dict[str, Any], status: int, param: str, message: str
+    service: FakeService, tmp_path: Path, fields: dict[str, Any], status: int, param: str, message: str
 ) -> None:
     limits: dict[str, Any] = {"max_picture_bytes": 9000, "max_picture_pixels": 50_000}
-    async with client_of(build(studio, tmp_path, **limits)) as client:
+    async with client_of(build(service, tmp_path, **limits)) as client:
         error = error_of(await client.post(EDITS, json={"prompt": "a", **fields}), status)
     assert error["param"] == param
     assert message in error["message"]
     assert len(error["message"]) < 1000, "the message omits the body"
-    assert studio.performed == []
+    assert service.performed == []
 
 
-async def test_a_model_that_needs_a_picture_says_where(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_a_model_that_needs_a_picture_says_where(client: httpx.AsyncClient, service: FakeService) -> None:
     answer = await client.post("/v1/images/generations", json={"prompt": "a", "model": "fake-edits"})
     error = error_of(answer, 400)
     assert (error["param"], "to POST /v1/images/edits" in error["message"]) == ("model", True)
@@ -204,8 +204,8 @@ async def test_the_stream_of_json_and_no_event_of_drawing(client: httpx.AsyncCli
     assert [name for name, _ in sse(answer)] == ["image_edit.partial_image", "image_edit.completed"]
 
 
-async def test_a_key_and_the_own_page_are_asked_for(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, api_keys=("alpha",))) as client:
+async def test_a_key_and_the_own_page_are_asked_for(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, api_keys=("alpha",))) as client:
         files = {"image": FILES[0]}
         assert error_of(await client.post(EDITS, data={"prompt": "a"}, files=files), 401)["code"] == "missing_api_key"
         headers = {"Authorization": "Bearer alpha"}

@@ -14,18 +14,18 @@ from schemathesis.checks import positive_data_acceptance
 
 from pipelines.lora.source import LoraLimits
 from tests.deployments.http.conftest import build, serving
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 KEY = "key"
-DOCUMENT = build(FakeStudio(), Path("unused")).openapi()
+DOCUMENT = build(FakeService(), Path("unused")).openapi()
 schema = schemathesis.openapi.from_dict(DOCUMENT)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    studio = FakeStudio(step_s=0, takes_pictures=True, runtime_loras=LoraLimits())
-    with serving(build(studio, tmp_path_factory.mktemp("data"), api_keys=(KEY,))) as url:
+    service = FakeService(step_s=0, takes_pictures=True, runtime_loras=LoraLimits())
+    with serving(build(service, tmp_path_factory.mktemp("data"), api_keys=(KEY,))) as url:
         yield url
 
 

@@ -1,4 +1,4 @@
-"""Pictures over raw HTTP: requests to the studio, streams on the wire, files by URL."""
+"""Pictures over raw HTTP: requests to the service, streams on the wire, files by URL."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 from deployments.requests.rules import preview_steps
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.support.events import sse
-from tests.deployments.support.fake_studio import ETA_S, FakeStudio
+from tests.deployments.support.fake_service import ETA_S, FakeService
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
 
 
-async def test_what_the_studio_is_asked_for(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_what_the_service_is_asked_for(client: httpx.AsyncClient, service: FakeService) -> None:
     body = {
         "prompt": "a red circle",
         "negative_prompt": "blue",
@@ -37,7 +37,7 @@ async def test_what_the_studio_is_asked_for(client: httpx.AsyncClient, studio: F
     }
     answer = await client.post(IMAGES, json=body, headers={"X-Request-Id": "mine"})
     assert answer.status_code == 200
-    first, second = sorted(studio.performed, key=lambda request: request.seed)
+    first, second = sorted(service.performed, key=lambda request: request.seed)
     assert (first.model, first.kind, first.prompt, first.negative_prompt) == (
         "fake-pictures",
         "image",
@@ -56,11 +56,11 @@ async def test_what_the_studio_is_asked_for(client: httpx.AsyncClient, studio: F
     assert all(data["safety_identifier"] == "me" and data["timings"]["total_s"] > 0 for data in completed)
 
 
-async def test_defaults_and_random_seeds(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_defaults_and_random_seeds(client: httpx.AsyncClient, service: FakeService) -> None:
     for _ in range(2):
         answer = await client.post(IMAGES, json={"prompt": "a", "size": "auto"})
         assert answer.json()["size"] == "64x64"
-    first, second = studio.performed
+    first, second = service.performed
     assert (first.num_inference_steps, first.guidance_scale, first.true_cfg_scale) == (4, 3.5, 1.0)
     assert first.seed != second.seed
     assert first.preview_steps == ()
@@ -130,9 +130,9 @@ async def test_preview_steps_are_spread_and_never_the_last() -> None:
     assert preview_steps(20, 0) == ()
 
 
-async def test_files_expire_and_do_not_pile_up(studio: FakeStudio, tmp_path: Path) -> None:
+async def test_files_expire_and_do_not_pile_up(service: FakeService, tmp_path: Path) -> None:
     url_body = {"prompt": "a", "response_format": "url"}
-    async with client_of(build(studio, tmp_path, file_lifetime_s=100, max_files_bytes=600)) as client:
+    async with client_of(build(service, tmp_path, file_lifetime_s=100, max_files_bytes=600)) as client:
         urls = [(await client.post(IMAGES, json=url_body)).json()["data"][0]["url"] for _ in range(8)]
         found = [(await client.get(url)).status_code for url in urls]
         assert found == sorted(found, reverse=True)  # the old ones are gone
@@ -145,8 +145,8 @@ async def test_files_expire_and_do_not_pile_up(studio: FakeStudio, tmp_path: Pat
         assert not last.exists()
 
 
-async def test_public_url(studio: FakeStudio, tmp_path: Path) -> None:
-    async with client_of(build(studio, tmp_path, public_url="https://pictures.example/api/")) as client:
+async def test_public_url(service: FakeService, tmp_path: Path) -> None:
+    async with client_of(build(service, tmp_path, public_url="https://pictures.example/api/")) as client:
         made = (await client.post(IMAGES, json={"prompt": "a", "response_format": "url"})).json()
         assert made["data"][0]["url"].startswith("https://pictures.example/api/v1/files/")
 

@@ -19,7 +19,7 @@ from deployments.requests.handle import handle_request
 from deployments.requests.request_errors import RequestError
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import FakeStudio, colour
+from tests.deployments.support.fake_service import FakeService, colour
 from tests.deployments.support.files import data_url, file_of, noise
 
 EDITS = "/v1/images/edits"
@@ -28,13 +28,13 @@ BODY = {"model": "fake-layers", "image": data_url(FILE), "seed": 7}
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(takes_pictures=True, takes_apart=True)
+def service() -> FakeService:
+    return FakeService(takes_pictures=True, takes_apart=True)
 
 
 @pytest.fixture
-async def client(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(studio, tmp_path)) as client:
+async def client(service: FakeService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(build(service, tmp_path)) as client:
         yield client
 
 
@@ -48,17 +48,17 @@ def opacity(data: bytes) -> int:
     return int(opacity)
 
 
-def test_the_official_client_gets_every_layer(url: str, studio: FakeStudio) -> None:
+def test_the_official_client_gets_every_layer(url: str, service: FakeService) -> None:
     with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as official:
         extra = {"layers": 3, "seed": 7}
         answer: Any = official.images.edit(model="fake-layers", image=FILE, prompt="a", n=1, extra_body=extra)
     assert [opacity(base64.b64decode(one.b64_json)) for one in answer.data] == [255, 254, 253]
     assert [(one.seed, one.layer) for one in answer.data] == [(7, 0), (7, 1), (7, 2)]
     assert (answer.background, answer.output_format, answer.size) == ("transparent", "png", "80x48")
-    assert studio.performed[0].num_layers == 3
+    assert service.performed[0].num_layers == 3
 
 
-async def test_several_pictures_have_layers_each(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_several_pictures_have_layers_each(client: httpx.AsyncClient, service: FakeService) -> None:
     """The request wants URLs and WebP, and has no prompt and the model's own number of layers."""
     fields = {"n": 2, "response_format": "url", "output_format": "webp"}
     answer = await client.post(EDITS, json={**BODY, **fields})
@@ -68,7 +68,7 @@ async def test_several_pictures_have_layers_each(client: httpx.AsyncClient, stud
     assert len({one["url"] for one in data}) == 4
     file = await client.get(data[1]["url"])
     assert (file.headers["content-type"], opacity(file.content)) == ("image/webp", 254)
-    assert [(one.prompt, one.num_layers) for one in studio.performed] == [("", 2), ("", 2)]
+    assert [(one.prompt, one.num_layers) for one in service.performed] == [("", 2), ("", 2)]
 
 
 async def test_a_stream_has_an_event_for_each_layer(client: httpx.AsyncClient) -> None:
@@ -87,10 +87,10 @@ async def test_a_stream_has_an_event_for_each_layer(client: httpx.AsyncClient) -
     assert [opacity(base64.b64decode(one["b64_json"])) for one in completed] == [255, 254]
 
 
-async def test_other_pictures_have_no_layers(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_other_pictures_have_no_layers(client: httpx.AsyncClient, service: FakeService) -> None:
     answer = await client.post(EDITS, json={"prompt": "a", "model": "fake-edits", "image": data_url(FILE)})
     assert (answer.json()["data"][0]["layer"], answer.json()["background"]) == (None, "opaque")
-    assert studio.performed[0].num_layers == 0
+    assert service.performed[0].num_layers == 0
 
 
 BAD: dict[str, tuple[dict[str, Any], str, str]] = {
@@ -115,11 +115,11 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
 
 @pytest.mark.parametrize(("fields", "param", "message"), BAD.values(), ids=BAD.keys())
 async def test_what_is_wrong_is_told(
-    client: httpx.AsyncClient, studio: FakeStudio, fields: dict[str, Any], param: str, message: str
+    client: httpx.AsyncClient, service: FakeService, fields: dict[str, Any], param: str, message: str
 ) -> None:
     error = error_of(await client.post(EDITS, json={**BODY, **fields}), 400)
     assert (error["param"], message in error["message"]) == (param, True), error
-    assert studio.performed == []
+    assert service.performed == []
 
 
 async def test_who_draws_without_pictures_knows_no_layers(client: httpx.AsyncClient) -> None:
@@ -138,8 +138,8 @@ def test_the_command_writes_every_layer(url: str, tmp_path: Path, options: dict[
     assert opacity((tmp_path / "out" / names[0]).read_bytes()) == 255
 
 
-def test_handles_take_the_same_fields(studio: FakeStudio) -> None:
-    request, output, _ = handle_request(studio.cards(), "id", {**BODY, "prompt": "", "layers": 3})
+def test_handles_take_the_same_fields(service: FakeService) -> None:
+    request, output, _ = handle_request(service.cards(), "id", {**BODY, "prompt": "", "layers": 3})
     assert (request.num_layers, output.format) == (3, "png")
     with pytest.raises(RequestError, match="layers is 9"):
-        handle_request(studio.cards(), "id", {**BODY, "prompt": "", "layers": 9})
+        handle_request(service.cards(), "id", {**BODY, "prompt": "", "layers": 9})

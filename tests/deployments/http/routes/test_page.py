@@ -18,7 +18,7 @@ from pipelines.defaults import Defaults
 from pipelines.request import NO_PICTURES, MediaKind
 from tests.deployments.http.conftest import build
 from tests.deployments.http.support.browser import ASSETS, PAGE, SCRIPT, WEB, Form, needs_node, run_page
-from tests.deployments.support.fake_studio import BEGUN_CLIPS, BOTH, CLIPS, EDITS, LAYERS, PICTURES, FakeStudio
+from tests.deployments.support.fake_service import BEGUN_CLIPS, BOTH, CLIPS, EDITS, LAYERS, PICTURES, FakeService
 
 
 def test_nothing_comes_from_elsewhere() -> None:
@@ -51,7 +51,7 @@ def test_fields_are_those_of_the_api() -> None:
 
 
 def test_routes_are_those_of_the_api(tmp_path: Path) -> None:
-    paths = build(FakeStudio(), tmp_path).openapi()["paths"]
+    paths = build(FakeService(), tmp_path).openapi()["paths"]
     called = {path.split("?")[0] for path in re.findall(r'"(v1/[^"]*)"', SCRIPT)}
     assert called == {"v1/images/generations", "v1/images/edits", "v1/videos", "v1/models", "v1/loras"}
     assert all(f"/{path}" in paths for path in called)
@@ -200,7 +200,7 @@ def test_of_a_model_of_both_one_says_what_to_make(tmp_path: Path, kind: MediaKin
     assert shown["body"]["size"] == size
     assert ("fps" in shown["body"], "n" in shown["body"]) == (kind == "video", kind == "image")
     body = shown["body"] | {"prompt": "a", "model": "fake-both"}
-    card = choose_card(FakeStudio(makes_both=True).cards(), "fake-both", kind)
+    card = choose_card(FakeService(makes_both=True).cards(), "fake-both", kind)
     sent = (VideoBody if kind == "video" else ImageBody).model_validate(body)
     assert RequestRules(card).check(sent, NO_PICTURES, Requester(request_id="id")).kind == kind
 

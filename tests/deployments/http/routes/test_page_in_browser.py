@@ -14,7 +14,7 @@ from deployments.http.drain import Drain
 from pipelines.request import MediaRequest
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
-from tests.deployments.support.fake_studio import FakeStudio
+from tests.deployments.support.fake_service import FakeService
 
 pytestmark = needs_chromium
 
@@ -41,8 +41,8 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
-    return FakeStudio(only_inpaints=True)
+def service() -> FakeService:
+    return FakeService(only_inpaints=True)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ def test_what_is_typed_is_darker_than_what_stands_there_before(page: Chromium, s
     page.call("Emulation.setEmulatedMedia", features=[])
 
 
-def test_control_and_enter_draw_an_example(page: Chromium, studio: FakeStudio) -> None:
+def test_control_and_enter_draw_an_example(page: Chromium, service: FakeService) -> None:
     prompts = page.evaluate("models.get('fake-pictures').prompts")
     assert page.evaluate("about.textContent") == page.evaluate("models.get('fake-pictures').description") != ""
     assert page.evaluate("[...examples.children].map((one) => one.textContent)") == prompts
@@ -97,15 +97,15 @@ def test_control_and_enter_draw_an_example(page: Chromium, studio: FakeStudio) -
     )
     page.press("Enter", CONTROL)
     page.wait_for("!!gallery.querySelector('a[download]')")
-    assert [request.prompt for request in studio.performed] == [f"{prompts[1]}, at night"]
+    assert [request.prompt for request in service.performed] == [f"{prompts[1]}, at night"]
     heard = page.evaluate("heard")
     assert re.fullmatch(r"queued, about \d+ s", heard[1])
     assert heard[-1].startswith("seed ")
     assert len(heard) <= 4, "steps are not read aloud"
 
 
-def test_cards_that_wait_tell_their_place_and_time(page: Chromium, studio: FakeStudio) -> None:
-    studio.step_s = 1000
+def test_cards_that_wait_tell_their_place_and_time(page: Chromium, service: FakeService) -> None:
+    service.step_s = 1000
     page.evaluate("fields.n.value = 2; fields.prompt.focus()")
     page.type("a")
     page.press("Enter", CONTROL)
@@ -116,11 +116,11 @@ def test_cards_that_wait_tell_their_place_and_time(page: Chromium, studio: FakeS
     page.wait_for("!gallery.innerText.includes('queued')")
 
 
-def test_an_error_is_one_card_that_can_be_dismissed(page: Chromium, studio: FakeStudio) -> None:
+def test_an_error_is_one_card_that_can_be_dismissed(page: Chromium, service: FakeService) -> None:
     def fail(request: MediaRequest) -> None:
         raise RuntimeError("secret detail")
 
-    studio.before = fail
+    service.before = fail
     page.evaluate("fields.n.value = 3; fields.prompt.focus()")
     page.type("a")
     for text in ("file one", "file two"):
@@ -134,8 +134,8 @@ def test_an_error_is_one_card_that_can_be_dismissed(page: Chromium, studio: Fake
     assert page.evaluate("[gallery.children.length, document.activeElement.name]") == [0, "prompt"]
 
 
-def test_the_next_order_clears_an_error_and_a_stopped_picture_goes(page: Chromium, studio: FakeStudio) -> None:
-    studio.step_s = 0.1
+def test_the_next_order_clears_an_error_and_a_stopped_picture_goes(page: Chromium, service: FakeService) -> None:
+    service.step_s = 0.1
     page.evaluate("showError('too large'); fields.num_inference_steps.value = 100; fields.prompt.focus()")
     page.type("a")
     page.press("Enter", CONTROL)
@@ -147,9 +147,9 @@ def test_the_next_order_clears_an_error_and_a_stopped_picture_goes(page: Chromiu
     assert page.evaluate("[gallery.children.length, document.activeElement.name]") == [0, "prompt"]
 
 
-def test_a_page_below_a_path_finds_its_files(browser: Chromium, tmp_path: Path, studio: FakeStudio) -> None:
+def test_a_page_below_a_path_finds_its_files(browser: Chromium, tmp_path: Path, service: FakeService) -> None:
     """A proxy removes the path, and nothing adds the slash at its end."""
-    app = build(studio, tmp_path)
+    app = build(service, tmp_path)
 
     async def proxied(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -164,7 +164,7 @@ def test_a_page_below_a_path_finds_its_files(browser: Chromium, tmp_path: Path, 
         assert browser.evaluate("getComputedStyle(form).display") == "grid"
 
 
-def test_a_mask_that_is_needed_is_asked_for_before_anything_is_sent(page: Chromium, studio: FakeStudio) -> None:
+def test_a_mask_that_is_needed_is_asked_for_before_anything_is_sent(page: Chromium, service: FakeService) -> None:
     page.evaluate("fields.model.value = 'fake-inpaints'; fields.model.onchange(); fields.prompt.focus()")
     page.type("a")
     page.press("Enter", CONTROL)
@@ -174,18 +174,18 @@ def test_a_mask_that_is_needed_is_asked_for_before_anything_is_sent(page: Chromi
     page.evaluate(f"const kept = new DataTransfer(); {file}; fields.image.files = kept.files; checkFiles()")
     page.press("Enter", CONTROL)
     assert "This model paints what a mask marks" in page.evaluate("fields.mask.validationMessage")
-    assert studio.performed == []
+    assert service.performed == []
     page.evaluate("fields.mask.files = kept.files; checkFiles()")
     assert page.evaluate("form.checkValidity()")
 
 
 def test_the_header_follows_the_health(
-    browser: Chromium, tmp_path: Path, studio: FakeStudio, monkeypatch: pytest.MonkeyPatch
+    browser: Chromium, tmp_path: Path, service: FakeService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with serving(build(studio, tmp_path)) as url:
+    with serving(build(service, tmp_path)) as url:
         browser.open(url)
         assert browser.evaluate("[state.dataset.state, state.textContent]") == ["ready", "ready"]
-        studio.reasons = {"fake-clips": "Denoiser has no running replica"}
+        service.reasons = {"fake-clips": "Denoiser has no running replica"}
         browser.evaluate("showHealth()")
         told = browser.evaluate("[state.dataset.state, state.textContent]")
         assert told == ["rebuilding", "rebuilding: fake-clips: Denoiser has no running replica"]

@@ -19,7 +19,7 @@ from pipelines.solver import SolverLimits
 from tests.deployments.http.conftest import build, serving
 from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
 from tests.deployments.http.support.page_steps import fill, press, send, shown_error, take, written
-from tests.deployments.support.fake_studio import CHANGED_CLIPS, CLIPS, PICTURES, REFERRED_CLIPS, FakeStudio
+from tests.deployments.support.fake_service import CHANGED_CLIPS, CLIPS, PICTURES, REFERRED_CLIPS, FakeService
 from tests.deployments.support.files import file_of, noise
 
 pytestmark = needs_chromium
@@ -35,7 +35,7 @@ CONTROLS = ("control_scale", "control_guidance_start", "control_guidance_end")
 SHOWN = f"{[*INPUTS, *CONTROLS]}.filter((name) => fields[name].checkVisibility())"
 
 
-class Studio(FakeStudio):
+class Service(FakeService):
     """Its model for clips from pictures takes three; its model for pictures has recipes and adapters, which can be
     added.
     """
@@ -58,9 +58,9 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
+def service() -> FakeService:
     others = {"fake-referred-clips": REFERRED_CLIPS}
-    return Studio(takes_pictures=True, takes_clips=True, takes_control=True, makes_both=True, defaults=others)
+    return Service(takes_pictures=True, takes_clips=True, takes_control=True, makes_both=True, defaults=others)
 
 
 @pytest.fixture
@@ -83,12 +83,12 @@ def clip(tmp_path: Path) -> Path:
     return written(tmp_path / "a.mp4", encode_clip(frames, 8))
 
 
-def generate(page: Chromium, studio: FakeStudio) -> MediaRequest:
+def generate(page: Chromium, service: FakeService) -> MediaRequest:
     """Return the request that the server has received, once its picture or clip is on its card."""
-    before = len(studio.performed)
+    before = len(service.performed)
     send(page)
-    assert len(studio.performed) == before + 1
-    return studio.performed[-1]
+    assert len(service.performed) == before + 1
+    return service.performed[-1]
 
 
 @pytest.mark.parametrize(
@@ -121,42 +121,44 @@ def test_a_model_of_clips_draws_pictures_of_words_alone(page: Chromium) -> None:
     assert page.evaluate(SHOWN) == []
 
 
-def test_a_clip_decides_size_and_length(page: Chromium, studio: FakeStudio, clip: Path) -> None:
+def test_a_clip_decides_size_and_length(page: Chromium, service: FakeService, clip: Path) -> None:
     take(page, "fake-changed-clips")
     page.press("Enter", CONTROL)
     assert page.evaluate("fields.video.validationMessage") == "This model changes clips: choose one"
     page.choose("fields.video", clip)
     assert page.evaluate("[fields.width, fields.num_frames].map((one) => one.placeholder)") == ["the clip's"] * 2
     fill(page, strength=0.75)
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.model, request.num_video_frames, request.strength) == ("fake-changed-clips", 9, 0.75)
     assert (request.width, request.height, request.num_frames) == (48, 32, 9)
     fill(page, width=64, height=64, num_frames=5)
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.width, request.height, request.num_frames) == (64, 64, 5), "the form's values"
     press(page, "Remove the clip")
     assert page.evaluate("[fields.width.value, fields.num_frames.value]") == ["64", "5"]
     assert page.evaluate("[fields.video.required, fields.video.files.length]") == [True, 0]
 
 
-def test_references_are_pictures_a_clip_or_both(page: Chromium, studio: FakeStudio, picture: Path, clip: Path) -> None:
+def test_references_are_pictures_a_clip_or_both(
+    page: Chromium, service: FakeService, picture: Path, clip: Path
+) -> None:
     take(page, "fake-referred-clips")
     problem = "fields.image.validationMessage"
     assert page.evaluate(problem) == "This model needs a picture or a clip: choose one"
     page.choose("fields.video", clip)
     assert page.evaluate(problem) == ""
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.num_pictures, request.num_video_frames) == (0, NUM_FRAMES)
     page.choose("fields.image", picture)
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.num_pictures, request.num_video_frames) == (1, NUM_FRAMES)
 
 
 def test_a_mask_of_a_clip_is_a_clip_or_a_picture(browser: Chromium, tmp_path: Path, picture: Path, clip: Path) -> None:
-    studio = FakeStudio(
+    service = FakeService(
         defaults={"masked": replace(CHANGED_CLIPS, masks_video=True, takes_strength=False, control_scale=1.0)}
     )
-    with serving(build(studio, tmp_path)) as url:
+    with serving(build(service, tmp_path)) as url:
         browser.open(url)
         browser.evaluate("fields.prompt.focus()")
         browser.type("a")
@@ -166,22 +168,22 @@ def test_a_mask_of_a_clip_is_a_clip_or_a_picture(browser: Chromium, tmp_path: Pa
         fill(browser, control_scale=0.5)
         for mask in (clip, picture):
             browser.choose("fields.mask", mask)
-            request = generate(browser, studio)
+            request = generate(browser, service)
             assert (request.has_mask, request.control_scale) == (True, 0.5)
-            video, masks = studio.inputs[-1].video, studio.inputs[-1].video_mask
+            video, masks = service.inputs[-1].video, service.inputs[-1].video_mask
             assert masks is not None
             assert (masks == video) is (mask == clip)
 
 
-def test_a_clip_of_ours_is_an_input_by_its_id(page: Chromium, studio: FakeStudio) -> None:
+def test_a_clip_of_ours_is_an_input_by_its_id(page: Chromium, service: FakeService) -> None:
     """By keyboard, the model that takes clips is selected, and the new card links to the old one."""
     take(page, "fake-clips")
-    generate(page, studio)
+    generate(page, service)
     first = page.evaluate("gallery.firstChild.id")
     press(page, "Use as input")
     chosen = "[fields.model.value, document.activeElement.name, document.querySelector('#source small').textContent]"
     assert page.evaluate(chosen) == ["fake-changed-clips", "prompt", "Clip: a"]
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.source_clip_id, request.num_video_frames) == (first, 17)
     assert page.evaluate("gallery.firstChild.querySelector('small a').hash") == f"#{first}"
     press(page, "Remove the clip", 1)
@@ -192,34 +194,34 @@ def test_a_clip_of_ours_is_an_input_by_its_id(page: Chromium, studio: FakeStudio
     page.wait_for("chosenClip() === null")
 
 
-def test_a_picture_of_ours_is_an_input_as_a_file(page: Chromium, studio: FakeStudio) -> None:
-    generate(page, studio)
+def test_a_picture_of_ours_is_an_input_as_a_file(page: Chromium, service: FakeService) -> None:
+    generate(page, service)
     press(page, "Use as input")
     page.wait_for("fields.width.value === '64' && fields.model.value === 'fake-edits'")
     fill(page, strength=0.5)
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.model, request.num_pictures, request.strength) == ("fake-edits", 1, 0.5)
     press(page, "Remove the picture")
     assert page.evaluate("[fields.image.files.length, document.activeElement.name]") == [0, "image"]
 
 
-def test_a_control_picture_with_its_weight_and_steps(page: Chromium, studio: FakeStudio, picture: Path) -> None:
+def test_a_control_picture_with_its_weight_and_steps(page: Chromium, service: FakeService, picture: Path) -> None:
     take(page, "fake-controlled")
     page.press("Enter", CONTROL)
     assert page.evaluate("form.querySelector('input:invalid').name") == "control_image"
     page.choose("fields.control_image", picture)
     page.wait_for("fields.height.value === '48'")
     fill(page, control_scale=0.5, control_guidance_start=0.25, control_guidance_end=0.75)
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.has_control, request.num_pictures, request.width, request.height) == (True, 0, 64, 48)
     weights = (request.control_scale, request.control_guidance_start, request.control_guidance_end)
     assert weights == (0.5, 0.25, 0.75)
     fill(page, control_scale="", control_guidance_start="", control_guidance_end="")
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.control_scale, request.control_guidance_start, request.control_guidance_end) == (None,) * 3
 
 
-def test_pictures_at_frames(page: Chromium, studio: FakeStudio, picture: Path, tmp_path: Path) -> None:
+def test_pictures_at_frames(page: Chromium, service: FakeService, picture: Path, tmp_path: Path) -> None:
     take(page, "fake-begun-clips")
     others = [written(tmp_path / name, picture.read_bytes()) for name in ("b.png", "c.png")]
     page.choose("fields.image", picture, *others)
@@ -228,37 +230,37 @@ def test_pictures_at_frames(page: Chromium, studio: FakeStudio, picture: Path, t
     fill(page, frame_indices="0, 8")
     assert "3 in all, and 2 are written" in page.evaluate("fields.frame_indices.validationMessage")
     fill(page, frame_indices="0, 8,-1")
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.num_pictures, request.frame_indices) == (3, (0, 8, -1))
     page.choose("fields.image", picture)
     fill(page, frame_indices="")
-    assert generate(page, studio).frame_indices == ()
+    assert generate(page, service).frame_indices == ()
 
 
-def test_a_recipe_decides_what_the_form_leaves_open(page: Chromium, studio: FakeStudio) -> None:
+def test_a_recipe_decides_what_the_form_leaves_open(page: Chromium, service: FakeService) -> None:
     def choose(recipe: str) -> None:
         page.evaluate(f"fields.recipe.value = '{recipe}'; fields.recipe.onchange()")
 
     assert page.evaluate("[...fields.model.options].filter((one) => one.value.includes(':')).length") == 0
     choose("quick")
     assert page.evaluate("[fields.num_inference_steps.placeholder, fields.guidance_scale.placeholder]") == ["2", "1.5"]
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.num_inference_steps, request.guidance_scale) == (2, 1.5)
     fill(page, num_inference_steps=3)
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.num_inference_steps, request.guidance_scale) == (3, 1.5), "the form wins"
     choose("by-levels")
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.solver.sigmas, request.guidance_scale) == ((1.0, 0.6, 0.2), 3.5)
     choose("")
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.num_inference_steps, request.solver.sigmas) == (4, ())
 
 
-def test_adapters_are_named_added_and_deleted(page: Chromium, studio: FakeStudio, tmp_path: Path) -> None:
+def test_adapters_are_named_added_and_deleted(page: Chromium, service: FakeService, tmp_path: Path) -> None:
     page.evaluate("adapters.open = true; loras.querySelector('[type=checkbox]').focus()")
     page.press("Space")
-    assert generate(page, studio).loras == (INK,)
+    assert generate(page, service).loras == (INK,)
     page.evaluate("rows[0].number.value = '0.7'")
     fill(page, seed=5)
     page.choose("loraFiles", written(tmp_path / "chalk.safetensors", b"b"), written(tmp_path / "config.json", b"{}"))
@@ -266,21 +268,21 @@ def test_adapters_are_named_added_and_deleted(page: Chromium, studio: FakeStudio
     page.press("Enter")
     page.wait_for("rows.length === 2")
     assert page.evaluate("[fields.seed.value, gallery.children.length, loraFiles.files.length]") == ["5", 1, 0]
-    (added,) = studio.loaded.values()
+    (added,) = service.loaded.values()
     assert {path.name for path in Path(added.folder).iterdir()} == {"adapter_config.json", "adapter.safetensors"}
     page.evaluate("loras.querySelector('[aria-label=\"Scale of chalk\"]').focus()")
     page.evaluate("document.activeElement.select()")
     page.type("0.5")
-    request = generate(page, studio)
+    request = generate(page, service)
     assert [(lora.name, lora.scale) for lora in request.loras] == [("chalk", 0.5), ("ink", 0.7)]
     page.choose("loraFiles", tmp_path / "chalk.safetensors")
     press(page, "Add")
     assert "has an adapter or a recipe 'chalk' already" in shown_error(page)
     press(page, "Delete the adapter chalk")
     page.wait_for("rows.length === 1")
-    assert studio.loaded == {}
+    assert service.loaded == {}
     page.evaluate("gallery.querySelector('.failure button').click()")
-    assert generate(page, studio).loras == (replace(INK, scale=0.7),)
+    assert generate(page, service).loras == (replace(INK, scale=0.7),)
 
 
 def test_dropped_files_go_where_they_are_taken(page: Chromium) -> None:
@@ -318,15 +320,15 @@ OPTIONS = """
 SOLVER = SolverLimits(scheduler="euler", schedulers=("euler", "heun"))
 
 
-def options_studio() -> FakeStudio:
+def options_service() -> FakeService:
     """Return models with a scheduler to choose, with few steps alone, with sound, and with layers."""
     clips = replace(CLIPS, solver=SOLVER, make_sound=True)
     few = replace(PICTURES, max_steps=8, num_inference_steps=8)
     models = {"fake-clips": clips, "fake-few": few, "fake-pictures": replace(PICTURES, takes_cache=False)}
-    return FakeStudio(takes_apart=True, makes_both=True, enhances_prompts=False, defaults=models)
+    return FakeService(takes_apart=True, makes_both=True, enhances_prompts=False, defaults=models)
 
 
-@pytest.mark.parametrize("studio", [options_studio()])
+@pytest.mark.parametrize("service", [options_service()])
 @pytest.mark.parametrize(
     ("model", "shown"),
     [
@@ -350,28 +352,28 @@ def test_a_server_without_an_enhancer_shows_none(page: Chromium) -> None:
     assert page.evaluate(OPTIONS) == ["cache"]
 
 
-@pytest.mark.parametrize("studio", [options_studio()])
-def test_options_are_sent_where_they_are_chosen(page: Chromium, studio: FakeStudio) -> None:
+@pytest.mark.parametrize("service", [options_service()])
+def test_options_are_sent_where_they_are_chosen(page: Chromium, service: FakeService) -> None:
     take(page, "fake-clips")
-    request = generate(page, studio)
+    request = generate(page, service)
     usual = (request.solver.scheduler, request.cache, request.sound, request.enhance_prompt)
     assert usual == ("", "off", None, False)
     fill(page, scheduler="heun", cache="fast", num_inference_steps=12)
     page.evaluate("fields.generate_sound.click()")
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.solver.scheduler, request.cache, request.sound) == ("heun", "fast", False)
     page.evaluate("fields.enhance_prompt.click()")
     assert page.evaluate("wanted(chosenModel()).enhance_prompt") is True
     take(page, "fake-both")
-    request = generate(page, studio)
+    request = generate(page, service)
     assert (request.solver.scheduler, request.cache, request.sound) == ("", "off", None), "another model begins anew"
 
 
-@pytest.mark.parametrize("studio", [options_studio()])
-def test_each_layer_that_is_chosen_has_a_card(page: Chromium, studio: FakeStudio, picture: Path) -> None:
+@pytest.mark.parametrize("service", [options_service()])
+def test_each_layer_that_is_chosen_has_a_card(page: Chromium, service: FakeService, picture: Path) -> None:
     take(page, "fake-layers")
     page.choose("fields.image", picture)
     fill(page, layers=3)
-    assert generate(page, studio).num_layers == 3
+    assert generate(page, service).num_layers == 3
     page.wait_for("gallery.querySelectorAll('a[download]').length === 3")
     assert page.evaluate("gallery.querySelectorAll('.card').length") == 3

@@ -18,7 +18,7 @@ from pipelines.media.clip import encode_clip
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_video_inputs import CHANGED, FILE, FPS, NUM_FRAMES, TOLERANCE, URL, VIDEOS, made
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import CHANGED_CLIPS, FakeStudio
+from tests.deployments.support.fake_service import CHANGED_CLIPS, FakeService
 from tests.deployments.support.files import data_url, file_of
 from tests.support.patience import PATIENCE_S
 
@@ -49,20 +49,20 @@ PICTURES = {
 
 
 @pytest.fixture
-def studio() -> FakeStudio:
+def service() -> FakeService:
     masked = replace(CHANGED_CLIPS, masks_video=True, takes_strength=False, control_scale=1.0)
-    return FakeStudio(takes_clips=True, defaults={MASKED: masked})
+    return FakeService(takes_clips=True, defaults={MASKED: masked})
 
 
 @pytest.fixture
-async def client(studio: FakeStudio, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(studio, tmp_path)) as client:
+async def client(service: FakeService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    async with client_of(build(service, tmp_path)) as client:
         yield client
 
 
-def columns(studio: FakeStudio) -> np.ndarray[Any, Any]:
+def columns(service: FakeService) -> np.ndarray[Any, Any]:
     """Return the mean grey of each column of each frame of the request's mask."""
-    request, video, mask = studio.performed[-1], studio.inputs[-1].video, studio.inputs[-1].video_mask
+    request, video, mask = service.performed[-1], service.inputs[-1].video, service.inputs[-1].video_mask
     assert request.has_mask
     assert video is not None
     assert mask is not None
@@ -71,48 +71,48 @@ def columns(studio: FakeStudio) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("mask", [MASK, {"video_url": MASK}], ids=["text", "object"])
-async def test_a_mask_that_moves(client: httpx.AsyncClient, studio: FakeStudio, mask: object) -> None:
+async def test_a_mask_that_moves(client: httpx.AsyncClient, service: FakeService, mask: object) -> None:
     """Without a named model, the one that takes masks is chosen."""
     record = await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": URL, "mask": mask}))
     assert (record["model"], record["size"], record["num_frames"]) == (MASKED, "48x32", KEPT)
-    greys_FW = columns(studio)
+    greys_FW = columns(service)
     for number in range(KEPT):
         assert greys_FW[number, 2 * number + 4 : 2 * number + 12] == pytest.approx(255, abs=TOLERANCE)
         assert greys_FW[number, 2 * number + 22 :] == pytest.approx(0, abs=TOLERANCE)
 
 
-async def test_files_of_a_form_and_the_id_of_one(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_files_of_a_form_and_the_id_of_one(client: httpx.AsyncClient, service: FakeService) -> None:
     mask = mask_clip(NUM_FRAMES)
     files: dict[str, Any] = {"video": (None, URL), "mask": mask}
     answer = await client.post("/v1/videos/sync", data={"prompt": "a"}, files=files)
     assert answer.status_code == 200, answer.text
-    by_form = columns(studio)
+    by_form = columns(service)
     sent = await client.post("/v1/files", data={"purpose": "user_data"}, files={"file": ("m.mp4", mask)})
     body = {"prompt": "a", "video": URL, "mask": {"file_id": sent.json()["id"]}}
     await made(client, await client.post("/v1/videos/edits", json=body))
-    assert np.array_equal(by_form, columns(studio))
+    assert np.array_equal(by_form, columns(service))
 
 
 @pytest.mark.parametrize("name", ["white", "transparent"])
-async def test_a_picture_is_the_mask_of_all_frames(client: httpx.AsyncClient, studio: FakeStudio, name: str) -> None:
+async def test_a_picture_is_the_mask_of_all_frames(client: httpx.AsyncClient, service: FakeService, name: str) -> None:
     mask = {"image_url": data_url(PICTURES[name])}
     await made(client, await client.post(VIDEOS, json={"prompt": "a", "video": URL, "mask": mask}))
-    greys_FW = columns(studio)
+    greys_FW = columns(service)
     assert len(greys_FW) == KEPT
     assert (greys_FW[:, :23] > 250).all()
     assert (greys_FW[:, 25:] < 5).all()
 
 
-async def test_the_weight_of_a_clip(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_the_weight_of_a_clip(client: httpx.AsyncClient, service: FakeService) -> None:
     body = {"prompt": "a", "video": URL, "control_scale": 0.5}
     await made(client, await client.post(VIDEOS, json={**body, "model": MASKED}))
-    assert studio.performed[-1].control_scale == 0.5
+    assert service.performed[-1].control_scale == 0.5
     error = error_of(await client.post(VIDEOS, json={**body, "model": CHANGED}), 400)
     assert (error["param"], "control_scale is 0.5" in error["message"]) == ("control_scale", True)
 
 
 async def test_frames_of_a_mask_take_memory_like_those_of_its_clip(
-    studio: FakeStudio, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mask and two clips fit, two of each do not."""
     entered, may_go, submit = asyncio.Event(), asyncio.Event(), Clips.submit
@@ -126,7 +126,7 @@ async def test_frames_of_a_mask_take_memory_like_those_of_its_clip(
     monkeypatch.setattr(Clips, "submit", slow)
     body = {"prompt": "a", "model": MASKED, "video": URL}
     limit = 3 * KEPT * 48 * 32 * 3
-    async with client_of(build(studio, tmp_path, max_open_upload_bytes=limit)) as client:
+    async with client_of(build(service, tmp_path, max_open_upload_bytes=limit)) as client:
         first = asyncio.create_task(client.post(VIDEOS, json={**body, "mask": MASK}))
         async with asyncio.timeout(PATIENCE_S):
             await entered.wait()
@@ -143,12 +143,12 @@ LARGE = {"video": encode_clip(NOISE_FHWC, FPS), "picture": file_of(Image.fromarr
 
 @pytest.mark.parametrize("by_id", [False, True], ids=["data URL", "id"])
 @pytest.mark.parametrize("kind", LARGE)
-async def test_a_mask_has_the_limit_of_what_it_is(studio: FakeStudio, tmp_path: Path, kind: str, by_id: bool) -> None:
+async def test_a_mask_has_the_limit_of_what_it_is(service: FakeService, tmp_path: Path, kind: str, by_id: bool) -> None:
     """It may exceed the limit of the other kind, and is refused above its own."""
     mask, answers = LARGE[kind], []
     for most, other in ((len(mask), len(FILE)), (len(mask) - 1, 1 << 20)):
         limits: dict[str, Any] = {"max_video_bytes": other, "max_picture_bytes": other, f"max_{kind}_bytes": most}
-        async with client_of(build(studio, tmp_path, **limits)) as client:
+        async with client_of(build(service, tmp_path, **limits)) as client:
             sent = data_url(mask, "video/mp4")
             if by_id:
                 kept = await client.post("/v1/files", data={"purpose": "user_data"}, files={"file": ("m", mask)})
@@ -171,9 +171,9 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-async def test_a_mask_that_cannot_be(client: httpx.AsyncClient, studio: FakeStudio, name: str) -> None:
+async def test_a_mask_that_cannot_be(client: httpx.AsyncClient, service: FakeService, name: str) -> None:
     fields, message = REFUSED[name]
     body = {"prompt": "a", "model": MASKED, "video": URL, "mask": MASK, **fields}
     error = error_of(await client.post(VIDEOS, json=body), 400)
     assert (error["param"], message in error["message"]) == ("mask", True), error
-    assert studio.performed == []
+    assert service.performed == []

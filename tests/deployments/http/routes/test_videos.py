@@ -20,7 +20,7 @@ from tests.deployments.http.conftest import Watch, build, client_of
 from tests.deployments.http.support.events import sse
 from tests.deployments.http.test_disconnect import until
 from tests.deployments.http.test_errors import error_of
-from tests.deployments.support.fake_studio import CLIPS, FakeStudio
+from tests.deployments.support.fake_service import CLIPS, FakeService
 
 
 async def look(client: httpx.AsyncClient, video_id: str) -> dict[str, Any]:
@@ -43,14 +43,16 @@ async def make(client: httpx.AsyncClient, **fields: object) -> dict[str, Any]:
     return video
 
 
-async def test_form_and_json_ask_for_the_same(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_form_and_json_ask_for_the_same(client: httpx.AsyncClient, service: FakeService) -> None:
     fields = {"prompt": "ä b", "seconds": "2", "seed": 3, "num_inference_steps": 2, "true_cfg_scale": 2.5, "fps": 8}
     form = {name: (None, str(value)) for name, value in fields.items()}
     by_form = (await client.post("/v1/videos", files=form)).json()
     by_json = await make(client, **fields)
     for video in (by_form, by_json):
         assert (await finished(client, video["id"]))["status"] == "completed"
-    asked = [(r.prompt, r.seed, r.num_frames, r.fps, r.true_cfg_scale, r.num_inference_steps) for r in studio.performed]
+    asked = [
+        (r.prompt, r.seed, r.num_frames, r.fps, r.true_cfg_scale, r.num_inference_steps) for r in service.performed
+    ]
     assert asked == [("ä b", 3, 17, 8, 2.5, 2)] * 2
     contents = [(await client.get(f"/v1/videos/{video['id']}/content")).content for video in (by_form, by_json)]
     assert contents[0] == contents[1]
@@ -64,24 +66,24 @@ async def progress_of(client: httpx.AsyncClient, video_id: str, expected: int) -
     return video
 
 
-async def test_progress_is_that_of_the_steps(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.permits = asyncio.Semaphore(0)
+async def test_progress_is_that_of_the_steps(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.permits = asyncio.Semaphore(0)
     video = await make(client, num_inference_steps=10)
     assert (video["status"], video["progress"], video["completed_at"]) == ("queued", 0, None)
     for expected in (10, 20, 30, 40, 50, 60, 70, 80, 90, 100):
-        studio.permits.release()
+        service.permits.release()
         video = await progress_of(client, video["id"], expected)
         assert video["status"] == ("completed" if expected == 100 else "in_progress")
     assert (video["num_previews"], video["error"]) == (3, None)
     assert video["completed_at"] >= video["created_at"]
 
 
-async def test_events_tell_the_whole_way(client: httpx.AsyncClient, studio: FakeStudio, watch: Watch) -> None:
-    studio.permits = asyncio.Semaphore(0)
+async def test_events_tell_the_whole_way(client: httpx.AsyncClient, service: FakeService, watch: Watch) -> None:
+    service.permits = asyncio.Semaphore(0)
     video = await make(client, num_inference_steps=8)
     watching = await watch(client, video["id"])
     for expected in (12, 25, 37, 50, 62, 75, 87, 100):
-        studio.permits.release()
+        service.permits.release()
         await progress_of(client, video["id"], expected)
     events = sse(await watching)
     assert [name for name, _ in events[:-1]] == ["video.progress"] * (len(events) - 1)
@@ -114,14 +116,14 @@ async def test_ranges(client: httpx.AsyncClient) -> None:
         assert answer.json()["error"]["code"] == "range_not_satisfiable"
 
 
-async def test_variants(client: httpx.AsyncClient, studio: FakeStudio) -> None:
-    studio.permits = asyncio.Semaphore(0)
+async def test_variants(client: httpx.AsyncClient, service: FakeService) -> None:
+    service.permits = asyncio.Semaphore(0)
     video = await make(client, num_inference_steps=8)
     path = f"/v1/videos/{video['id']}/content"
     early = await client.get(path)
     assert (early.status_code, early.json()["error"]["code"]) == (409, "video_not_ready")
     for _ in range(8):
-        studio.permits.release()
+        service.permits.release()
     while (preview := await client.get(path, params={"variant": "preview"})).status_code == 409:
         await asyncio.sleep(0.02)
     assert preview.content.startswith(b"\x89PNG")
@@ -133,29 +135,29 @@ async def test_variants(client: httpx.AsyncClient, studio: FakeStudio) -> None:
 
 
 async def test_delete_stops_the_clip(
-    client: httpx.AsyncClient, studio: FakeStudio, tmp_path: Path, watch: Watch
+    client: httpx.AsyncClient, service: FakeService, tmp_path: Path, watch: Watch
 ) -> None:
-    studio.permits = asyncio.Semaphore(40)
+    service.permits = asyncio.Semaphore(40)
     video = await make(client, num_inference_steps=100)
     watching = await watch(client, video["id"])
     while (await client.get(f"/v1/videos/{video['id']}/content?variant=preview")).status_code != 200:
         await asyncio.sleep(0.02)
     answer = await client.delete(f"/v1/videos/{video['id']}")
     assert answer.json() == {"id": video["id"], "object": "video.deleted", "deleted": True}
-    assert len(studio.closed) == 1  # at once, not with the next report
+    assert len(service.closed) == 1  # at once, not with the next report
     assert not (tmp_path / "videos" / video["id"]).exists()
     assert sse(await watching)[-1][0] == "video.deleted"
     for method in ("GET", "DELETE"):
         assert (await client.request(method, f"/v1/videos/{video['id']}")).status_code == 404
-    studio.permits = None
+    service.permits = None
     assert (await finished(client, (await make(client))["id"]))["status"] == "completed"
 
 
-async def test_failed_clip(client: httpx.AsyncClient, studio: FakeStudio) -> None:
+async def test_failed_clip(client: httpx.AsyncClient, service: FakeService) -> None:
     def fail(request: MediaRequest) -> None:
         raise GangBrokenError("rank 1 died")
 
-    studio.before = fail
+    service.before = fail
     video = await finished(client, (await make(client))["id"])
     assert video["status"] == "failed"
     assert video["error"]["code"] == "gang_broken"
@@ -165,12 +167,12 @@ async def test_failed_clip(client: httpx.AsyncClient, studio: FakeStudio) -> Non
     assert sse(await client.get(f"/v1/videos/{video['id']}/events"))[-1][0] == "video.failed"
 
 
-async def test_full_queue(studio: FakeStudio, tmp_path: Path) -> None:
-    studio.step_s = 1000
+async def test_full_queue(service: FakeService, tmp_path: Path) -> None:
+    service.step_s = 1000
     limits = {"max_concurrent_videos": 1, "max_waiting_videos": 1}
-    async with client_of(build(studio, tmp_path, clips=limits)) as client:
+    async with client_of(build(service, tmp_path, clips=limits)) as client:
         await make(client)
-        await until(lambda: len(studio.performed) == 1)
+        await until(lambda: len(service.performed) == 1)
         await make(client)
         answer = await client.post("/v1/videos", json={"prompt": "a"})
         assert (answer.status_code, answer.json()["error"]["code"]) == (429, "queue_full")
@@ -247,7 +249,7 @@ async def test_a_webhook_hears_of_the_end(tmp_path: Path) -> None:
     receiver = Receiver(200)
     async with (
         listening(receiver) as webhook,
-        client_of(build(FakeStudio(), tmp_path, clips={"webhooks": LOCAL})) as client,
+        client_of(build(FakeService(), tmp_path, clips={"webhooks": LOCAL})) as client,
     ):
         asked = {"url": webhook.url, "secret": webhook.secret}
         by_json = await client.post("/v1/videos", json={"prompt": "a", "webhook": asked})
@@ -267,9 +269,9 @@ async def test_a_webhook_hears_of_the_end(tmp_path: Path) -> None:
     ],
 )
 async def test_webhooks_that_are_refused(tmp_path: Path, webhook: object, message: str) -> None:
-    studio = FakeStudio()
-    async with client_of(build(studio, tmp_path, clips={"webhooks": LOCAL})) as client:
+    service = FakeService()
+    async with client_of(build(service, tmp_path, clips={"webhooks": LOCAL})) as client:
         error = error_of(await client.post("/v1/videos", json={"prompt": "a", "webhook": webhook}), 400)
     assert message in error["message"]
     assert error["param"].startswith("webhook")
-    assert studio.performed == []
+    assert service.performed == []

@@ -1,4 +1,4 @@
-"""One poll of the database for all watchers of clips, however many there are."""
+"""One poll of the database serves all watchers of clips."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from deployments.clips.clips import Clips
 from deployments.clips.database import ClipRecord
 
 
-class Lookout:
+class ClipPoller:
     """Polls ``clips`` at most every ``poll_s``, while requests wait for a change."""
 
     def __init__(self, clips: Clips, poll_s: float) -> None:
@@ -17,7 +17,7 @@ class Lookout:
         self._waiting: dict[str, asyncio.Future[ClipRecord | None]] = {}
         self._looking: set[asyncio.Task[None]] = set()
 
-    async def next_look(self, clip_id: str) -> ClipRecord | None:
+    async def next_poll(self, clip_id: str) -> ClipRecord | None:
         """Return the clip's record at the next poll; None if it is gone."""
         if not self._waiting:
             task = asyncio.create_task(self._look())

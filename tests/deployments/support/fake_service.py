@@ -13,7 +13,7 @@ import numpy as np
 from PIL import Image
 
 from deployments.requests.fields import Quality
-from deployments.service.interface import Media, ModelCard, Output, Preview, Progress, Queued, StageTimes, StudioEvent
+from deployments.service.interface import Media, ModelCard, Output, Preview, Progress, Queued, ServiceEvent, StageTimes
 from engines.core.spec import Attention
 from pipelines.defaults import Defaults
 from pipelines.description import usual_description
@@ -91,7 +91,7 @@ BEGUN_CLIPS = replace(CLIPS, width=64, height=64, max_pictures=1, takes_frame_in
 
 
 @dataclass
-class FakeStudio:
+class FakeService:
     """``step_s`` is the time of a step; with ``permits`` a step needs one as well. ``before`` runs first in each
     request, ``at_step`` in each step.
 
@@ -194,7 +194,7 @@ class FakeStudio:
 
     async def perform(
         self, request: MediaRequest, output: Output, pictures: InputPictures = NO_PICTURES
-    ) -> AsyncGenerator[StudioEvent, None]:
+    ) -> AsyncGenerator[ServiceEvent, None]:
         self.performed.append(request)
         self.inputs.append(pictures)
         try:
@@ -205,7 +205,7 @@ class FakeStudio:
             if request.request_id not in self.finished:
                 self.closed.append(request.request_id)
 
-    async def _perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[StudioEvent, None]:
+    async def _perform(self, request: MediaRequest, output: Output) -> AsyncGenerator[ServiceEvent, None]:
         self.before(request)
         eta_s = ETA_S + request.seed % 10 if self.knows_times else None
         num_before = len(self.performed) - len(self.finished) - len(self.closed) - 1
@@ -276,7 +276,7 @@ def clip(request: MediaRequest) -> bytes:
     return file.getvalue()
 
 
-class FailingStudio(FakeStudio):
+class FailingService(FakeService):
     """Raises each of ``failures`` once, like a gang that refuses the request, then works."""
 
     def __init__(self, *failures: Exception) -> None:

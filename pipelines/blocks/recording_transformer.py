@@ -28,7 +28,7 @@ class Exchange:
     """Answers of the second pass, in the order of its calls."""
 
 
-class StandIn:
+class RecordingTransformer:
     """Replaces the component ``name``: it has the configuration and methods of its class, and no weights.
 
     While it records, it returns ``blank(call)``, with a prediction's shape. ``parts`` are submodules without weights
@@ -75,8 +75,10 @@ class StandIn:
         self.exchange.calls.append((self.name, call))
         return self._blank(self.config, call)
 
-    def __copy__(self) -> StandIn:
-        copied = StandIn(self.name, self._class, self.config, self.device, self.dtype, self._blank, self._parts)
+    def __copy__(self) -> RecordingTransformer:
+        copied = RecordingTransformer(
+            self.name, self._class, self.config, self.device, self.dtype, self._blank, self._parts
+        )
         copied._outlines = self._outlines
         return copied
 
