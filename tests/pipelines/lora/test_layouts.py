@@ -370,28 +370,6 @@ def test_pefts_configuration_is_for_the_makers_names_too(
     check(added(small(model), tmp_path), {f"{name}.weight": product(tensors, key, scale)})
 
 
-HUNYUAN = {
-    "lora_unet_double_blocks_1_img_attn_k": ("transformer_blocks.1.attn.to_k",),
-    "lora_unet_double_blocks_0_txt_mlp_fc2": ("transformer_blocks.0.ff_context.net.2",),
-    "lora_unet_double_blocks_0_img_mod_linear": ("transformer_blocks.0.norm1.linear",),
-    "diffusion_model.double_blocks.1.img_attn.qkv": tuple(f"transformer_blocks.1.attn.to_{one}" for one in "qkv"),
-    "diffusion_model.double_blocks.0.txt_attn.qkv": tuple(f"transformer_blocks.0.attn.add_{x}_proj" for x in "qkv"),
-    "diffusion_model.double_blocks.0.img_mlp.0": ("transformer_blocks.0.ff.net.0.proj",),
-    "lora_unet_double_blocks_0_img_attn_qkv": tuple(f"transformer_blocks.0.attn.to_{one}" for one in "qkv"),
-    "diffusion_model.double_blocks.0.txt_mod.lin": ("transformer_blocks.0.norm1_context.linear",),
-}
-"""Names of musubi-tuner, and of ComfyUI by its ``convert_hunyuan_video_1_5_lora_to_comfy``, with the layers."""
-
-
-@pytest.mark.parametrize("key", HUNYUAN)
-def test_hunyuan_video_in_the_names_of_its_trainers(small: Callable[[str], Path], tmp_path: Path, key: str) -> None:
-    base, names = plain(small("hunyuan")), [f"{name}.weight" for name in HUNYUAN[key]]
-    rows = [len(base[name]) for name in names]
-    tensors = pair(key, sum(rows), base[names[0]].shape[1], alpha=3.0)
-    expected = torch.split(product(tensors, key, 3.0 / RANK), rows)
-    check(added(small("hunyuan"), written(tensors, tmp_path)), dict(zip(names, expected, strict=True)))
-
-
 @pytest.mark.parametrize("part", ["", "transformer."])
 @pytest.mark.parametrize("prefix", ["", "transformer."])
 def test_the_configuration_in_a_header_counts_with_and_without_the_parts_name(
