@@ -101,6 +101,8 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module, max_
     if is_scaled:
         rest = as_products(rest, _factor_scales(config) if config else None, max_bytes)
         config, has_scale = {}, False
+    elif config and any(key.endswith(ALPHA) for key in rest):  # a loader would scale by both (SimpleTuner writes both)
+        rest, config, is_scaled = _with_trained_alphas(rest, config), {}, True
     file = _File(
         source=source, path=path, pipeline_class=pipeline_class, module=module, config=config, is_scaled=is_scaled
     )
@@ -159,6 +161,15 @@ def _names_of(layer: str) -> set[str]:
     return {layer, *(layer.removesuffix(end) + same for end, same in twins if layer.endswith(end))}
 
 
+def _with_trained_alphas(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Mapping[str, Tensor]:
+    """Return ``tensors`` with alphas whose quotient by the rank is the scale, also for rsLoRA."""
+    if not any(value for key, value in config.items() if _bare(key) == "use_rslora"):
+        return tensors
+    pairs = as_pairs(without_adapter_name(tensors))
+    roots = {layer_of(key) + ALPHA: len(x) ** 0.5 for key, x in pairs.items() if key.endswith(DOWN)}
+    return {key: x * roots.get(key, 1.0) if key.endswith(ALPHA) else x for key, x in tensors.items()}
+
+
 def _factor_scales(config: Mapping[str, Any]) -> Scale:
     own = {_bare(key): value for key, value in config.items()}
     return lambda layer: factor_scale(own, _bare(layer.removeprefix(PEFT_PREFIX)))
@@ -188,7 +199,7 @@ class _File:
     config: Mapping[str, Any]
     """PEFT's, with the names of layers in the file."""
     is_scaled: bool = False
-    """Whether the tensors already have the scales that the file's header and configuration name."""
+    """Whether the tensors have all scales, by their values or alphas, and the file's header does not count."""
 
     def read(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers:
         """Return pairs by layers of the module, from its own names, its makers' or those that a loader translates.
@@ -226,9 +237,9 @@ class _File:
                     return None
                 config = {_bare(key): value for key, value in config_of(self.path).items()} if self.config else {}
                 return replace(_with_alphas(as_pairs(tensors, prefix)), config=config)
-        if self.config or has_scale or (pairs := by_own_names(tensors, self.module)) is None:
+        if has_scale or (pairs := by_own_names(tensors, self.module)) is None:
             return None
-        return _with_alphas(pairs)
+        return replace(_with_alphas(pairs), config={_bare(key): value for key, value in self.config.items()})
 
     def _from_makers_names(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers | None:
         """Return layers in the makers' names, translated as weights are; None for others, as in ``_from_own_names``."""
