@@ -161,7 +161,7 @@ def _names_of(layer: str) -> set[str]:
     return {layer, *(layer.removesuffix(end) + same for end, same in twins if layer.endswith(end))}
 
 
-def _with_trained_alphas(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> Mapping[str, Tensor]:
+def _with_trained_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return ``tensors`` with alphas whose quotient by the rank is the scale, also for rsLoRA."""
     if not any(value for key, value in config.items() if _bare(key) == "use_rslora"):
         return tensors

@@ -255,8 +255,9 @@ def _pointed(layer: str, up_NR: Tensor, module: nn.Module) -> str | None:
     own = {name for name, _ in module.named_parameters()}
     found: dict[str, set[str]] = {}
     translated = list(translate_weights(candidates, module))
-    for one in () if translated else candidates:  # FLUX.2's translation stops at the first name that is none
-        translated += translate_weights({one: up_NR}, module)
+    if not translated and not load_spec(type(module).__name__).makers_layers:
+        for one in candidates:  # FLUX.2's translation stops at the first name that is none
+            translated += translate_weights({one: up_NR}, module)
     for name, _, source in translated:
         if name in own:
             found.setdefault(source, set()).add(name)
