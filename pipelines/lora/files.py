@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -48,6 +48,8 @@ logger = logging.getLogger(__name__)
 TRANSFORMER = "transformer"
 OTHER_KINDS = {"dora_scale": "DoRA", "lora_magnitude_vector": "DoRA", ".magnitude": "DoRA"}
 """Unsupported kinds of adapters, by a part of their keys."""
+TEXT_ENCODERS = re.compile(r"text_encoders?(_\d)?\.|lora_te\d?_|lora_unet_llm_adapter_")
+"""Prefixes of keys of text encoders and Anima's conditioner, in the layouts of diffusers, ComfyUI and kohya."""
 OTHER_PARTS = re.compile(
     r"(text_encoder|text_model|text_conditioner|transformer|unet|connectors|image_encoder|vae|controlnet)[s_\d]*\."
 )
@@ -89,6 +91,7 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module, max_
                 f"{path} is a {kind} adapter ({shown(others)}), and only LoRA, LoKr and LoHa can be added to weights "
                 "here"
             )
+    tensors = _without_text_encoders(tensors, source, path, pipeline_class)
     differences, rest = split_differences(tensors)
     whole = by_parameter(differences, module, path)
     if not rest:
@@ -98,10 +101,30 @@ def read_layers(source: LoraSource, pipeline_class: Any, module: nn.Module, max_
     if is_scaled:
         rest = as_products(rest, _factor_scales(config) if config else None, max_bytes)
         config, has_scale = {}, False
+    elif config and any(key.endswith(ALPHA) for key in rest):  # a loader would scale by both (SimpleTuner writes both)
+        rest, config, is_scaled = _with_trained_alphas(rest, config), {}, True
     file = _File(
         source=source, path=path, pipeline_class=pipeline_class, module=module, config=config, is_scaled=is_scaled
     )
     return replace(file.read(rest, has_scale=has_scale), whole=whole)
+
+
+def _without_text_encoders(
+    tensors: Mapping[str, Tensor], source: LoraSource, path: Path, pipeline_class: Any
+) -> Mapping[str, Tensor]:
+    """Return ``tensors`` without those of text encoders, which few loaders know. Errors as for ``_check_others``."""
+    others = [key for key in tensors if TEXT_ENCODERS.match(key)]
+    _check_others(others, source, path, _denoiser_name(pipeline_class))
+    return {key: x for key, x in tensors.items() if key not in others}
+
+
+def _check_others(others: Sequence[str], source: LoraSource, path: Path, name: str) -> None:
+    """Raise ValueError if a file has ``others`` than keys of the denoiser ``name``, unless ``source`` has a part."""
+    if others and not source.part:
+        raise ValueError(
+            f"{path} is not for the {name} alone: {shown(others)} belong to other parts, which are served as they "
+            f"are. If the picture can do without, say part: {name}, and they are left out"
+        )
 
 
 def without_lone_alphas(tensors: Mapping[str, Tensor], path: Path) -> Mapping[str, Tensor]:
@@ -138,6 +161,15 @@ def _names_of(layer: str) -> set[str]:
     return {layer, *(layer.removesuffix(end) + same for end, same in twins if layer.endswith(end))}
 
 
+def _with_trained_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return ``tensors`` with alphas whose quotient by the rank is the scale, also for rsLoRA."""
+    if not any(value for key, value in config.items() if _bare(key) == "use_rslora"):
+        return tensors
+    pairs = as_pairs(without_adapter_name(tensors))
+    roots = {layer_of(key) + ALPHA: len(x) ** 0.5 for key, x in pairs.items() if key.endswith(DOWN)}
+    return {key: x * roots.get(key, 1.0) if key.endswith(ALPHA) else x for key, x in tensors.items()}
+
+
 def _factor_scales(config: Mapping[str, Any]) -> Scale:
     own = {_bare(key): value for key, value in config.items()}
     return lambda layer: factor_scale(own, _bare(layer.removeprefix(PEFT_PREFIX)))
@@ -167,7 +199,7 @@ class _File:
     config: Mapping[str, Any]
     """PEFT's, with the names of layers in the file."""
     is_scaled: bool = False
-    """True if the tensors already have the scales that the file's header and configuration name."""
+    """True if the tensors have all scales, by their values or alphas, so that the file's header does not count."""
 
     def read(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers:
         """Return pairs by layers of the module, from its own names, its makers' or those that a loader translates.
@@ -205,9 +237,9 @@ class _File:
                     return None
                 config = {_bare(key): value for key, value in config_of(self.path).items()} if self.config else {}
                 return replace(_with_alphas(as_pairs(tensors, prefix)), config=config)
-        if self.config or has_scale or (pairs := by_own_names(tensors, self.module)) is None:
+        if has_scale or (pairs := by_own_names(tensors, self.module)) is None:
             return None
-        return _with_alphas(pairs)
+        return replace(_with_alphas(pairs), config={_bare(key): value for key, value in self.config.items()})
 
     def _from_makers_names(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers | None:
         """Return layers in the makers' names, translated as weights are; None for others, as in ``_from_own_names``."""
@@ -298,11 +330,7 @@ def _select_part(layers: Layers, source: LoraSource, path: Path, pipeline_class:
     others = [key for key in layers.tensors if not key.startswith(prefix) and not are_layers_of(module, [key])]
     if unknown := [key for key in others if not OTHER_PARTS.match(key)]:
         raise ValueError(f"{path} has {shown(unknown)}, for which no part of the model has a place")
-    if others and not source.part:
-        raise ValueError(
-            f"{path} is not for the {name} alone: {shown(others)} belong to other parts, which are served as they "
-            f"are. If the picture can do without, say part: {name}, and they are left out"
-        )
+    _check_others(others, source, path, name)
     own, alphas = (keys_by_name(keys, lambda key: key.removeprefix(prefix)) for keys in (layers.tensors, layers.alphas))
     return Layers(
         tensors={name: layers.tensors[key] for name, key in own.items() if key not in others},

@@ -16,7 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from diffusers.loaders.lora_conversion_utils import swap_scale_shift
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
+from diffusers.models.normalization import AdaLayerNormContinuous
 from diffusers.utils import convert_unet_state_dict_to_peft
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -24,6 +26,7 @@ from torch import Tensor, nn
 
 from engines.parallel.weight_files import is_finite, metadata_of, tensor_names
 from pipelines.component_weights import sources_of, track, untrack
+from pipelines.models.makers_layers import MakersLayers
 from pipelines.models.registry import load_spec
 
 UP, DOWN, UP_BIAS, ALPHA = ".lora_B.weight", ".lora_A.weight", ".lora_B.bias", ".alpha"
@@ -251,7 +254,11 @@ def _pointed(layer: str, up_NR: Tensor, module: nn.Module) -> str | None:
     candidates = {f"{_joined(parts, marks)}.weight": up_NR for marks in gaps}
     own = {name for name, _ in module.named_parameters()}
     found: dict[str, set[str]] = {}
-    for name, _, source in translate_weights(candidates, module):
+    translated = list(translate_weights(candidates, module))
+    if not translated and not load_spec(type(module).__name__).makers_layers:
+        for one in candidates:  # FLUX.2's translation stops at the first name that is none
+            translated += translate_weights({one: up_NR}, module)
+    for name, _, source in translated:
         if name in own:
             found.setdefault(source, set()).add(name)
     return min(found).removesuffix(".weight") if len(set(map(frozenset, found.values()))) == 1 else None
@@ -264,8 +271,9 @@ def _joined(parts: Iterable[str], marks: Iterable[str]) -> str:
 def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tuple[str, Tensor, str]]:
     """Yield weights in the makers' names as (diffusers' name, value, makers' name), if translated one to one."""
     loader = SINGLE_FILE_LOADABLE_CLASSES.get(type(module).__name__)
-    if loader is None or not weights:
-        yield from _by_family(weights, load_spec(type(module).__name__).makers_layers)
+    layers = load_spec(type(module).__name__).makers_layers
+    if layers or loader is None or not weights:
+        yield from _by_family(weights, layers, module)
         return
     try:
         translated = loader["checkpoint_mapping_fn"](config=dict(module.config), checkpoint=track(weights, set()))
@@ -278,15 +286,24 @@ def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tu
 
 
 def _by_family(
-    weights: Mapping[str, Tensor], layers: Mapping[str, tuple[str, ...]]
+    weights: Mapping[str, Tensor], layers: MakersLayers, module: nn.Module
 ) -> Iterator[tuple[str, Tensor, str]]:
-    """Yield as ``translate_weights`` does, by the names that a family has for a class that diffusers has none for."""
+    """Yield as ``translate_weights`` does, by the names of a family. Joined layers are divided by their sizes."""
+    parameters = dict(module.named_parameters())
     for key, value in weights.items():
         layer, _, leaf = key.rpartition(".")
-        for pattern, names in layers.items():
-            if (match := re.fullmatch(pattern, layer)) is not None and len(value) % len(names) == 0:
-                for name, rows in zip(names, value.chunk(len(names)), strict=True):
-                    yield f"{match.expand(name)}.{leaf}", rows, key
+        matches = ((re.fullmatch(pattern, layer), names) for pattern, names in layers.items())
+        own = next(([f"{match.expand(name)}.{leaf}" for name in names] for match, names in matches if match), [])
+        sizes = [len(parameters[name]) for name in own if name in parameters]
+        if len(sizes) == len(own) and sum(sizes) == len(value):
+            for name, rows in zip(own, torch.split(value, sizes), strict=True):
+                yield name, swap_scale_shift(rows) if _has_scale_first(module, name) else rows, key
+
+
+def _has_scale_first(module: nn.Module, parameter: str) -> bool:
+    """Return whether a modulation has its scale before its shift, which makers have after it."""
+    layer = parameter.rpartition(".")[0]
+    return isinstance(module.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous)
 
 
 def _load(pipeline_class: Any, module: Any, source: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

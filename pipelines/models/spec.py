@@ -108,10 +108,7 @@ class ModelSpec(ABC):
     reads_values: bool = False
     """True if the forward reads values of tensors on the host (``DenoiserModel``)."""
     makers_layers: Mapping[str, tuple[str, ...]] = {}
-    """Own names of layers by regular expressions of the makers', of adapters whose names diffusers does not translate.
-
-    The rows of a layer that is several here follow each other.
-    """
+    """Names of layers in adapters, where diffusers has none or those of whole checkpoints. The first match counts."""
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None
     """Compute inputs that no step changes, once a job (``DenoiserModel``)."""
     hoisted_inputs: tuple[str, ...] = ()

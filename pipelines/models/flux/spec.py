@@ -15,6 +15,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
+from pipelines.models.makers_layers import DOUBLE_BLOCKS, LAST_LAYERS, MakersLayers, embedder
 from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, check_channels, lazy
 from pipelines.recipes import Recipe
 from pipelines.solver import SIGMAS
@@ -54,6 +55,19 @@ SHARD_PLAN = ShardPlan(
     carried=("encoder_hidden_states", "hidden_states"),
 )
 
+MAKERS_SINGLE, OWN_SINGLE = r"single_blocks\.(\d+)\.", r"single_transformer_blocks.\1."
+MAKERS_LAYERS: MakersLayers = {
+    **DOUBLE_BLOCKS,
+    rf"{MAKERS_SINGLE}linear1": (*(f"{OWN_SINGLE}attn.to_{one}" for one in "qkv"), f"{OWN_SINGLE}proj_mlp"),
+    rf"{MAKERS_SINGLE}linear2": (f"{OWN_SINGLE}proj_out",),
+    rf"{MAKERS_SINGLE}modulation\.lin": (f"{OWN_SINGLE}norm.linear",),
+    "img_in": ("x_embedder",),
+    "txt_in": ("context_embedder",),
+    **embedder("time_in", "timestep_embedder"),
+    **embedder("vector_in", "text_embedder"),
+    **embedder("guidance_in", "guidance_embedder"),
+    **LAST_LAYERS,
+}
 
 DRAWING = ("FluxPipeline", "FluxModularPipeline")
 EDITOR: Mapping[str, Any] = {"guidance_scale": 2.5, "takes_strength": False, "strength": 1.0}
@@ -76,6 +90,7 @@ class FluxSpec(TextAndImageSpec):
     schedulers = ("euler", "unipc")
     schedules = (SIGMAS,)
     plan = SHARD_PLAN
+    makers_layers = MAKERS_LAYERS
     arrange_fast = lazy("pipelines.models.flux.fast:FluxWeights")
     set_kernel = lazy("pipelines.models.flux.attention:set_kernel")
     """Sets an own processor: TensorRT cannot parse the export of diffusers' for variable sizes."""

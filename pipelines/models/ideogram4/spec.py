@@ -15,6 +15,7 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan, TokenGat
 from pipelines.defaults import Defaults
 from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import attention_linears
+from pipelines.models.makers_layers import MakersLayers
 from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy
 from pipelines.request import MediaRequest
 
@@ -46,6 +47,12 @@ SHARD_PLAN = ShardPlan(
         RowLinear(pattern=f"{BLOCKS}.*.feed_forward.w2"),
     ),
 )
+
+MAKERS_LAYERS: MakersLayers = {
+    r"layers\.(\d+)\.attention\.qkv": tuple(rf"{BLOCKS}.\1.attention.to_{one}" for one in "qkv"),
+    r"layers\.(\d+)\.attention\.o": (rf"{BLOCKS}.\1.attention.to_out.0",),
+    "(.*)": (r"\1",),
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,6 +93,7 @@ class Ideogram4Spec(ModelSpec):
     latent_channels = ("in_channels",)
     latents_per_channels = PATCH**2
     plan = SHARD_PLAN
+    makers_layers = MAKERS_LAYERS
     has_own_guidance = True
     eager_only = "computes a part of itself under an autocast of its own"
     patch_blocks = lazy("pipelines.models.ideogram4.patches:patch_blocks")

@@ -9,15 +9,19 @@ import pytest
 
 from tests.pipelines.lora.support.jobs import MODELS, Served
 from tests.pipelines.lora.support.tiny_lora import write_lora
-from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_minimax, tiny_models, tiny_others
+from tests.pipelines.support.checkpoints import tiny, tiny_hunyuan, tiny_minimax, tiny_models, tiny_others, tiny_unknown
 
 SMALL: dict[str, Callable[[Path], Path]] = {
+    "anima": tiny_unknown.anima,
     "flux": tiny.flux,
     "hunyuan": tiny_hunyuan.hunyuan_video,
+    "ideogram": tiny_others.ideogram4,
     "klein": tiny_models.flux2_klein,
     "krea": tiny_others.krea2,
     "minimax": tiny_minimax.minimax_h3,
     "qwen": tiny_models.qwen_image,
+    "sd3": tiny_others.sd3,
+    "sdxl": tiny_unknown.sdxl,
     "wan": tiny.wan,
     "z": tiny_models.z_image,
 }

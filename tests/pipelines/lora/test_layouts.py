@@ -370,30 +370,8 @@ def test_pefts_configuration_is_for_the_makers_names_too(
     check(added(small(model), tmp_path), {f"{name}.weight": product(tensors, key, scale)})
 
 
-HUNYUAN = {
-    "lora_unet_double_blocks_1_img_attn_k": ("transformer_blocks.1.attn.to_k",),
-    "lora_unet_double_blocks_0_txt_mlp_fc2": ("transformer_blocks.0.ff_context.net.2",),
-    "lora_unet_double_blocks_0_img_mod_linear": ("transformer_blocks.0.norm1.linear",),
-    "diffusion_model.double_blocks.1.img_attn.qkv": tuple(f"transformer_blocks.1.attn.to_{one}" for one in "qkv"),
-    "diffusion_model.double_blocks.0.txt_attn.qkv": tuple(f"transformer_blocks.0.attn.add_{x}_proj" for x in "qkv"),
-    "diffusion_model.double_blocks.0.img_mlp.0": ("transformer_blocks.0.ff.net.0.proj",),
-    "lora_unet_double_blocks_0_img_attn_qkv": tuple(f"transformer_blocks.0.attn.to_{one}" for one in "qkv"),
-    "diffusion_model.double_blocks.0.txt_mod.lin": ("transformer_blocks.0.norm1_context.linear",),
-}
-"""Names of musubi-tuner, and of ComfyUI by its ``convert_hunyuan_video_1_5_lora_to_comfy``, with the layers."""
-
-
-@pytest.mark.parametrize("key", HUNYUAN)
-def test_hunyuan_video_in_the_names_of_its_trainers(small: Callable[[str], Path], tmp_path: Path, key: str) -> None:
-    base, names = plain(small("hunyuan")), [f"{name}.weight" for name in HUNYUAN[key]]
-    rows = [len(base[name]) for name in names]
-    tensors = pair(key, sum(rows), base[names[0]].shape[1], alpha=3.0)
-    expected = torch.split(product(tensors, key, 3.0 / RANK), rows)
-    check(added(small("hunyuan"), written(tensors, tmp_path)), dict(zip(names, expected, strict=True)))
-
-
 @pytest.mark.parametrize("part", ["", "transformer."])
-@pytest.mark.parametrize("prefix", ["", "transformer."])
+@pytest.mark.parametrize("prefix", ["", "transformer.", "diffusion_model."])
 def test_the_configuration_in_a_header_counts_with_and_without_the_parts_name(
     small: Callable[[str], Path], tmp_path: Path, prefix: str, part: str
 ) -> None:
@@ -409,6 +387,33 @@ def test_the_configuration_in_a_header_counts_with_and_without_the_parts_name(
     save_file(tensors, file, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
     expected = swap_scale_shift(product(tensors, key, 3.0 / RANK))
     check(added(small("klein"), file), {"norm_out.linear.weight": expected})
+
+
+BOTH = [
+    ("qwen", "diffusion_model.transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_k"),
+    ("qwen", "lora_unet_transformer_blocks_0_attn_to_k", "transformer_blocks.0.attn.to_k"),
+    ("z", "transformer.layers.0.attention.to_k", "layers.0.attention.to_k"),
+    ("klein", "diffusion_model.transformer_blocks.0.attn.to_k", "transformer_blocks.0.attn.to_k"),
+    ("krea", "diffusion_model.blocks.0.attn.wk", "transformer_blocks.0.attn.to_k"),
+    ("wan", "diffusion_model.blocks.0.attn1.to_k", "blocks.0.attn1.to_k"),
+    ("sdxl", "lora_unet_mid_block_attentions_0_proj_in", "mid_block.attentions.0.proj_in"),
+]
+
+
+@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize("part", ["", "transformer."])
+@pytest.mark.parametrize(("model", "key", "name"), BOTH)
+def test_an_alpha_counts_once_beside_the_same_in_the_header(
+    small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str, part: str, rslora: bool
+) -> None:
+    """SimpleTuner writes both for ComfyUI (``lora_format``)."""
+    spelling = "down" if "lora_unet" in key else "A"
+    tensors = pair(key, *plain(small(model))[f"{name}.weight"].shape, spelling=spelling, alpha=3.0)
+    config = {f"{part}r": RANK, f"{part}lora_alpha": 3, f"{part}use_rslora": rslora}
+    file = tmp_path / "adapter.safetensors"
+    save_file(tensors, file, metadata={"format": "pt", LORA_ADAPTER_METADATA_KEY: json.dumps(config)})
+    scale = 3.0 / (RANK**0.5 if rslora else RANK)
+    check(added(small(model), file), {f"{name}.weight": product(tensors, key, scale)})
 
 
 @pytest.mark.parametrize("kind", [LoKrConfig, LoHaConfig])

@@ -229,10 +229,11 @@ def test_a_damaged_configuration_is_named_with_its_file(
 
 
 def test_patterns_of_translated_names_are_refused(small: Callable[[str], Path], tmp_path: Path) -> None:
-    key, name = "base_model.model.double_blocks.0.img_attn.proj", "transformer_blocks.0.attn.to_out.0.weight"
-    tensors = pair(key, *plain(small("flux"))[name].shape, spelling="A")
-    config = {"r": 2, "lora_alpha": 2, "alpha_pattern": {"proj": 4}}
+    key = "base_model.model.middle_block.1.transformer_blocks.0.attn1.to_q"
+    name = "mid_block.attentions.0.transformer_blocks.0.attn1.to_q.weight"
+    tensors = pair(key, *plain(small("sdxl"))[name].shape, spelling="A")
+    config = {"r": 2, "lora_alpha": 2, "alpha_pattern": {"to_q": 4}}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"has alphas by names of layers \(proj\) that are translated") as refusal:
-        added(small("flux"), written(tensors, tmp_path))
+    with pytest.raises(ValueError, match=r"has alphas by names of layers \(to_q\) that are translated") as refusal:
+        added(small("sdxl"), written(tensors, tmp_path))
     assert getattr(refusal.value, "field", "file") == "config"

@@ -23,13 +23,13 @@ SPELLINGS = {
 
 @cache
 def plain(folder: Path) -> Tensors:
-    (module,) = Checkpoint(folder).denoiser().modules.values()
+    module, *_ = Checkpoint(folder).denoiser().modules.values()
     return dict(module.state_dict())
 
 
 def added(folder: Path, file: Path, part: str = "") -> Tensors:
     """What an adapter changes, by the names of parameters."""
-    (module,) = Checkpoint(folder, loras=[LoraSource(path=str(file), part=part)]).denoiser().modules.values()
+    module, *_ = Checkpoint(folder, loras=[LoraSource(path=str(file), part=part)]).denoiser().modules.values()
     base = plain(folder)
     return {name: x - base[name] for name, x in module.state_dict().items() if not torch.equal(x, base[name])}
 
