@@ -286,7 +286,11 @@ class ModelSpec(ABC):
         return {}
 
     def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return encoded prompts padded to shared lengths, so that they share a captured step. Needs torch."""
+        """Return encoded values as every step reads them. Needs torch.
+
+        Prompts padded to shared lengths share a captured step. A cast by the loop's blocks makes new tensors at each
+        step, for which an engine computes anew what it hoists.
+        """
         return values
 
     def first_frame(self, config: Config, latents: Mapping[str, Any]) -> Mapping[str, Any]:

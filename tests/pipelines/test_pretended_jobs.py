@@ -19,7 +19,7 @@ from tests.pipelines import test_whole_pipeline as whole
 from tests.pipelines.support.checkpoints import tiny_flux3, tiny_minimax, tiny_whole
 from tests.pipelines.support.device_jobs import DeviceRank
 from tests.pipelines.support.pretend_gpu import GPU, GpuTensor
-from tests.pipelines.support.pretended_jobs import RecordedStep, pretended_gpu
+from tests.pipelines.support.pretended_jobs import RecordedStep, hoisted_again, pretended_gpu
 from tests.pipelines.test_gpu_jobs import CASES
 
 BOTH, SINGLE, HALF = ("float32", "bfloat16"), ("float32",), ("bfloat16",)
@@ -35,6 +35,7 @@ QUICK = {
     "sdxl control": BOTH,
     "cosmos, with sound from a clip": BOTH,
     "helios, a clip": BOTH,
+    "wan 2.1 from a picture": HALF,
     "wan animate 2, distilled": HALF,
     "wan animate 2, two segments": SINGLE,
     "wan vace, two transformers": BOTH,
@@ -66,7 +67,7 @@ def test_a_graph_can_record_the_steps_of_a_job(
     monkeypatch.setattr(tiny_flux3.LOAD_PROCESSOR, lambda *_, **__: tiny_flux3.Flux3Processor())
     case, folder = CASES[name], folders(CASES[name].make)
     job = case.job(folder)
-    with pretended_gpu() as gpu:
+    with pretended_gpu() as gpu, hoisted_again() as again:
         rank = DeviceRank(
             Checkpoint.open(case.source(folder), GPU, getattr(torch, dtype)), compiled=False, fast=False, sends=False
         )
@@ -78,6 +79,7 @@ def test_a_graph_can_record_the_steps_of_a_job(
             assert rank.num_captured
         latents = job.read(values)
     assert gpu.found == []
+    assert again == [], "blocks cast or move inputs at each step"
     if dtype == "float32":
         job.check(latents, TOLERANCE)
 

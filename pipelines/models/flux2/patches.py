@@ -1,17 +1,24 @@
-"""Inpainting for klein, whose blocks have no such workflow: a step changes only the inside of the mask.
+"""Positions of pictures joined once a job, and inpainting for klein, whose blocks have no such workflow.
 
-The arithmetic is that of diffusers' ``Flux2KleinInpaintPipeline``. The picture is also the first reference picture.
-Outside the mask, the latents are the picture with the step's noise.
+A step of inpainting changes only the inside of the mask. The arithmetic is that of diffusers'
+``Flux2KleinInpaintPipeline``. The picture is also the first reference picture. Outside the mask, the latents are the
+picture with the step's noise.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 from diffusers.image_processor import VaeImageProcessor
 from diffusers.modular_pipelines.flux2.before_denoise import Flux2PrepareLatentsStep, Flux2SetTimestepsStep
-from diffusers.modular_pipelines.flux2.denoise import Flux2LoopAfterDenoiser
+from diffusers.modular_pipelines.flux2.denoise import (
+    Flux2KleinBaseLoopDenoiser,
+    Flux2KleinLoopDenoiser,
+    Flux2LoopAfterDenoiser,
+    Flux2LoopDenoiser,
+)
 from diffusers.modular_pipelines.flux2.encoders import Flux2VaeEncoderStep
 from diffusers.modular_pipelines.flux2.modular_blocks_flux2_klein import Flux2KleinAutoBlocks
 from diffusers.modular_pipelines.flux2.modular_blocks_flux2_klein_base import Flux2KleinBaseAutoBlocks
@@ -21,13 +28,15 @@ from diffusers.schedulers import FlowMatchEulerDiscreteScheduler
 from torch import Tensor
 from torch.nn import functional as F
 
-from pipelines.blocks.tree import insert_after
+from pipelines.blocks.tree import insert_after, replace_blocks
 
 STRENGTH = 0.8
 """Default of diffusers."""
 ORIGINAL, MASK, NOISE = "kept_latents", "painted_part", "kept_noise"
 """Latents of the picture, the painted share of each token, and the noise that the job begins with."""
 
+JOINED = "joined_ids"
+"""Positions of the result's tokens and of all pictures'."""
 
 WORKFLOW = {"image_conditioned_inpainting": {"image": True, "mask_image": True, "prompt": True}}
 
@@ -120,7 +129,52 @@ class KeepOutsideStep(ModularPipelineBlocks):  # type: ignore[misc]
         return components, block_state
 
 
+class JoinedTransformer:
+    """Stands for ``transformer``, whose calls get the positions ``ids_BLP`` of all tokens."""
+
+    def __init__(self, transformer: Any, ids_BLP: Tensor) -> None:
+        self._transformer, self._ids_BLP = transformer, ids_BLP
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transformer, name)
+
+    def __call__(self, **call: Any) -> Any:
+        return self._transformer(**{**call, "img_ids": self._ids_BLP})
+
+
+class JoinOnce:
+    """Mixin for a loop block that joins positions of result and pictures at each step.
+
+    Steps get the same tensor, or an engine would compute anew what it hoists.
+    """
+
+    def __call__(self, components: Any, block_state: BlockState, i: int, t: Tensor) -> tuple[Any, BlockState]:
+        own = components
+        if getattr(block_state, "image_latents", None) is not None:
+            if getattr(block_state, JOINED, None) is None:
+                joined_BLP = torch.cat((block_state.latent_ids, block_state.image_latent_ids), dim=1)
+                setattr(block_state, JOINED, joined_BLP)
+            own = copy.copy(components)
+            own.transformer = JoinedTransformer(components.transformer, getattr(block_state, JOINED))
+        _, block_state = super().__call__(own, block_state, i=i, t=t)  # type: ignore[misc]
+        return components, block_state
+
+
+class DevDenoiser(JoinOnce, Flux2LoopDenoiser):  # type: ignore[misc]
+    """The block of FLUX.2 [dev]."""
+
+
+class KleinDenoiser(JoinOnce, Flux2KleinLoopDenoiser):  # type: ignore[misc]
+    """The block of a distilled klein."""
+
+
+class KleinBaseDenoiser(JoinOnce, Flux2KleinBaseLoopDenoiser):  # type: ignore[misc]
+    """The block of klein with guidance."""
+
+
 def patch_blocks(blocks: Any) -> None:
+    for ours in (DevDenoiser, KleinDenoiser, KleinBaseDenoiser):
+        replace_blocks(blocks, ours.__bases__[1], ours)
     if not isinstance(blocks, Flux2KleinAutoBlocks | Flux2KleinBaseAutoBlocks):
         return
     blocks._workflow_map = {**blocks._workflow_map, **WORKFLOW}

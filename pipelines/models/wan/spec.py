@@ -55,6 +55,8 @@ PICTURE_LINEARS: tuple[ColumnLinear | FullWidthNorm, ...] = (
     ColumnLinear(pattern="blocks.*.attn2.add_v_proj"),
     FullWidthNorm(pattern="blocks.*.attn2.norm_added_k"),
 )
+EMBEDS = "image_embeds"
+"""CLIP's embeddings of pictures, which are made in float32."""
 PICTURE_TOKENS = 257
 """Tokens of a picture by CLIP: 16 x 16 patches and one token for all (arXiv:2103.00020, ViT-H/14 at 224)."""
 
@@ -198,8 +200,16 @@ class WanSpec(ModelSpec):
         channels = config["in_channels"] - config["out_channels"]
         values = {"image_condition_latents": torch.zeros(1, channels, *sizes)}
         if attends_to_pictures(config):
-            values["image_embeds"] = torch.zeros(request.num_pictures, PICTURE_TOKENS, config["image_dim"])
+            values[EMBEDS] = torch.zeros(request.num_pictures, PICTURE_TOKENS, config["image_dim"])
         return values
+
+    def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return CLIP's embeddings of pictures in the prompt's dtype.
+
+        Blocks would cast them at each step, and the keys made of them would be made anew.
+        """
+        pictures = values.get(EMBEDS)
+        return values if pictures is None else {**values, EMBEDS: pictures.to(values["prompt_embeds"].dtype)}
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the call with the exact timestep: one for all tokens, except with a first picture.

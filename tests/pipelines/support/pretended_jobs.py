@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from engines.core.model import StepTensors
 from engines.torch_engine import steps
+from engines.torch_engine.engine import TorchEngine
+from engines.torch_engine.hoisted import HoistedCache
 from pipelines import whole_pipeline
 from pipelines.blocks.opened import OpenedPipeline
 from pipelines.models.generic.whole import WholeSpec
@@ -41,6 +43,30 @@ def pretended_gpu() -> Iterator[PretendGpu]:
         ):
             stack.enter_context(patch.object(owner, name, value))
         yield gpu
+
+
+@contextmanager
+def hoisted_again() -> Iterator[list[Hashable]]:
+    """Yield the owners of cached tensors that a step computes although the step before it did."""
+    found: list[Hashable] = []
+    before, now = set[Hashable](), set[Hashable]()
+    predict, get = TorchEngine.predict, HoistedCache._get
+
+    def next_step(self: TorchEngine, *args: Any) -> tuple[Tensor, ...]:
+        nonlocal before, now
+        before, now = now, set()
+        return predict(self, *args)
+
+    def observed(self: HoistedCache, owner: Hashable, sources: tuple[Tensor, ...], make: Callable[[], Any]) -> Any:
+        def noted() -> Any:
+            now.add(owner)
+            found.extend({owner} & before)
+            return make()
+
+        return get(self, owner, sources, noted)
+
+    with patch.object(TorchEngine, "predict", next_step), patch.object(HoistedCache, "_get", observed):
+        yield found
 
 
 class RecordedStep:

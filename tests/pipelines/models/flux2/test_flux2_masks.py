@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from pipelines.request import MediaRequest
 from pipelines.run import load_pipeline
 from tests.engines.support.gloo import gang
 from tests.pipelines.support.checkpoints import tiny_pictures
+from tests.pipelines.support.pretended_jobs import hoisted_again
 from tests.pipelines.support.references.picture_cases import (
     PictureCase,
     images_of,
@@ -111,3 +113,14 @@ def test_strength_needs_a_mask(folders: Callable[[Any], Path]) -> None:
     assert asked(strength=0.5, has_mask=True).strength == 0.5
     with pytest.raises(ValueError, match="takes strength with a picture and a mask"):
         asked(strength=0.5)
+
+
+@pytest.mark.parametrize("make", [tiny_pictures.flux2_dev, tiny_pictures.flux2_klein, tiny_pictures.flux2_klein_base])
+def test_hand_ordered_steps_share_what_a_job_computes_once(make: Any, folders: Callable[[Any], Path]) -> None:
+    case, folder = PictureCase(make=make, pictures=((64, 72),)), folders(make)
+    checkpoint, request = Checkpoint(folder), request_of(case, folder)
+    assert request.num_inference_steps > 1
+    engine = TorchEngine(checkpoint.denoiser(), fast=True)
+    with closing(engine), hoisted_again() as again:
+        load_pipeline(checkpoint, engine).denoise(request, pictures_of(case))
+    assert again == []
