@@ -15,7 +15,7 @@ from pathlib import Path
 from models_facts import REPORTS, grid, of_gpus, replaced, swept
 
 from benchmarks.sweep.card_sizes import CARDS, Card
-from benchmarks.sweep.kept import ERROR, Kept, Result
+from benchmarks.sweep.result_file import ERROR, Result, ResultFile
 from deployments.sizing.estimate import Estimate, EstimateOptions, WeightsAlone, make_estimate
 from deployments.sizing.fit import GIB, Change, Fit, RequestTimes, with_memory
 from deployments.sizing.savings import Budget, BudgetRules, choose_savings
@@ -72,8 +72,8 @@ def cell(model: str, card: Card) -> str:
     if found is None:
         return "–"
     if card.hardware and found.num_gpus in seen_on(model, card.hardware):
-        return f"**{said(found)}**"
-    return said(found) + (TIGHT if found.num_bytes * MOST_HELD > card.gib * GIB else "")
+        return f"**{in_short(found)}**"
+    return in_short(found) + (TIGHT if found.num_bytes * MOST_HELD > card.gib * GIB else "")
 
 
 def fit_on(estimate: Estimate, card: Card) -> Fit:
@@ -90,7 +90,7 @@ def smallest(estimate: Estimate, card: Card) -> Change | None:
     return next(iter(fit.changes()), None)
 
 
-def said(change: Change) -> str:
+def in_short(change: Change) -> str:
     letters = (letter for start, letter in LETTERS.items() for word in change.words if word.startswith(start))
     return " ".join((str(change.num_gpus), *letters))
 
@@ -115,7 +115,7 @@ def savings_row(model: str, estimate: Estimate) -> tuple[str, ...]:
 
 def seen_on_cards() -> dict[tuple[str, float], Result]:
     """Return the newest result on a GPU by model and card. Models without room on the disk were not run."""
-    results = (one for one in of_gpus(Kept(SEEN).results()) if "left_gib" in one)
+    results = (one for one in of_gpus(ResultFile(SEEN).results()) if "left_gib" in one)
     return {(one["model"], one["card_gb"]): one for one in results}
 
 
@@ -187,13 +187,13 @@ def seen_table() -> str:
     rows, hardware = list(seen_rows()), sorted({one["hardware"] for one in seen_on_cards().values()})
     if not rows:
         return ""
-    said = (
+    caption = (
         f"*Bold cells and this table: seen by `python -m benchmarks.sweep.cards` on {', '.join(hardware)}, with random "
         "weights.\nAnother process held the memory that such a card lacks. Costs and times are those of this GPU, not "
         "of\nthe card. The prediction is for a prompt that the encoder has not seen.\n"
         "Results: `benchmarks/reports/cards.jsonl`.*"
     )
-    return f"\n{grid(SEEN_COLUMNS.split('|'), rows)}\n{said}\n"
+    return f"\n{grid(SEEN_COLUMNS.split('|'), rows)}\n{caption}\n"
 
 
 def document(written: str) -> str:

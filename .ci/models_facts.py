@@ -12,7 +12,7 @@ from typing import TypeVar
 import yaml
 from torch import nn
 
-from benchmarks.sweep.kept import DECODE_ERROR, ERROR, Kept, Result
+from benchmarks.sweep.result_file import DECODE_ERROR, ERROR, Result, ResultFile
 from engines.core.model import DenoiserModel
 from engines.parallel.pipeline import pipeline_blocks
 from pipelines.checkpoint import Checkpoint
@@ -87,19 +87,19 @@ MOST_SAID = 160
 def seen(model: str) -> str:
     """Return date, milliseconds a step and GPUs of each number of ranks, or why there are none; or "not yet"."""
     newest = {one["ranks"]: one for one in swept() if one["model"] == model}
-    return "; ".join(said(newest[ranks]) for ranks in sorted(newest)) or NOT_YET
+    return "; ".join(in_short(newest[ranks]) for ranks in sorted(newest)) or NOT_YET
 
 
 @cache
 def swept() -> tuple[Result, ...]:
-    return tuple(of_gpus(Kept(RESULTS).results()))
+    return tuple(of_gpus(ResultFile(RESULTS).results()))
 
 
 def of_gpus(results: Iterable[Result]) -> Iterable[Result]:
     return (one for one in results if one["hardware"] != "CPU")
 
 
-def said(result: Result) -> str:
+def in_short(result: Result) -> str:
     where = f"{result['ranks']} × {result['hardware'].removeprefix('NVIDIA ')}"
     if ERROR in result:
         reason = str(result[ERROR]).strip().splitlines()[-1].replace("|", "/")

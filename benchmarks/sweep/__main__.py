@@ -30,7 +30,7 @@ import torch
 from benchmarks.models.folders import ENCODERS
 from benchmarks.serving.settings import write_model
 from benchmarks.sweep import whole
-from benchmarks.sweep.asked import Asked, Case, add_run_options, check_room, run_all, turn_of
+from benchmarks.sweep.loop import Case, SweepRequest, add_run_options, check_room, run_all, turn_of
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import published_models
 
@@ -58,23 +58,23 @@ def measured(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, 
     """Measure the model on ``ranks`` GPUs. ValueError, RuntimeError and the like give the reason of a failure."""
     if torch.cuda.is_available() and ranks > torch.cuda.device_count():
         raise ValueError(f"{ranks} GPUs are asked for, {torch.cuda.device_count()} are here")
-    asked, turn = Asked.of(arguments), turn_of(arguments.lock)
+    settings, turn = SweepRequest.of(arguments), turn_of(arguments.lock)
     if Path(name).is_dir():
-        return whole.measured(Path(name), ranks, asked, turn)
+        return whole.measured(Path(name), ranks, settings, turn)
     if name not in ENCODERS:
         return lone(name, ranks, arguments)
     with tempfile.TemporaryDirectory(prefix="troupe_sweep_", dir=arguments.scratch) as scratch:
         needed = Checkpoint.of_configuration(name, "meta", "bfloat16").weights_bytes() + SPARE_BYTES
         check_room(name, needed, arguments.scratch)
         write_model(name, Path(scratch) / name)
-        return whole.measured(Path(scratch) / name, ranks, asked, turn)
+        return whole.measured(Path(scratch) / name, ranks, settings, turn)
 
 
 def lone(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """Measure in separate processes, whose memory is free afterwards. RuntimeError has their last line."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)] if ranks > 1 else []
     lock = ["--lock", str(arguments.lock)] if arguments.lock else []
-    command = [sys.executable, *launch, "-m", LONE, name, *Asked.of(arguments).words(), *lock]
+    command = [sys.executable, *launch, "-m", LONE, name, *SweepRequest.of(arguments).words(), *lock]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=LONE_S)
     if ended.returncode:
         last = ended.stderr.strip().rpartition("\n")[2]

@@ -37,10 +37,10 @@ from benchmarks.faults.timeline import records_of
 from benchmarks.models.folders import first_twins
 from benchmarks.serving.application import Application, serving
 from benchmarks.serving.settings import write_model
-from benchmarks.sweep.asked import Asked, Case, add_run_options, check_room, run_all
 from benchmarks.sweep.card_sizes import card_bytes
-from benchmarks.sweep.kept import Result
+from benchmarks.sweep.loop import Case, SweepRequest, add_run_options, check_room, run_all
 from benchmarks.sweep.occupant import occupied
+from benchmarks.sweep.result_file import Result
 from benchmarks.sweep.whole import made, phases_of
 from deployments.cli.configuration import config_for
 from deployments.cli.serving import parse_config
@@ -81,8 +81,8 @@ def measure(result: Result, name: str, gb: float, folder: Callable[[], Path], ar
     model = model_of(config_of(name, gb, arguments))
     budget = budget_of(model)
     result |= {"savings": {saving.key: saving.value for saving in budget.savings}, **about(budget.document())}
-    defaults, asked = Checkpoint.of_configuration(name).defaults, Asked.of(arguments)
-    size, steps = asked.size_of(defaults), asked.steps_of(defaults)
+    defaults, settings = Checkpoint.of_configuration(name).defaults, SweepRequest.of(arguments)
+    size, steps = settings.size_of(defaults), settings.steps_of(defaults)
     predicted = predicted_s(model, budget, size, steps)
     result |= {"size": str(size), "steps": steps, "predicted_s": round(predicted, 2)}
     config, end_s = config_of(str(folder()), gb, arguments), time.monotonic() + arguments.card_limit_s
@@ -96,7 +96,7 @@ def measure(result: Result, name: str, gb: float, folder: Callable[[], Path], ar
         ):
             result["ready_s"] = round(application.ready_s, 1)
             result["phases_s"] = phases_of(records_of(application.logs))
-            ask(result, application, defaults, asked, end_s)
+            ask(result, application, defaults, settings, end_s)
     finally:
         result |= held
 
@@ -110,9 +110,9 @@ def about(document: dict[str, Any]) -> dict[str, Any]:
     return {key: document[key] for key in ("estimated_gib", "host_gib", "extra_s", "is_lossy", "figures")}
 
 
-def ask(result: Result, application: Application, defaults: Defaults, asked: Asked, end_s: float) -> None:
+def ask(result: Result, application: Application, defaults: Defaults, settings: SweepRequest, end_s: float) -> None:
     """Ask for three pictures or clips until ``end_s`` (of the monotonic clock)."""
-    size, steps = asked.size_of(defaults), asked.steps_of(defaults)
+    size, steps = settings.size_of(defaults), settings.steps_of(defaults)
     answers: list[httpx.Response] = []
     with Client(application.url) as client:
         for key, prompt in (("first_ms", PROMPT), ("again_ms", PROMPT), ("other_ms", OTHER_PROMPT)):

@@ -26,8 +26,8 @@ from torch import Tensor
 from benchmarks.models.folders import write_vae
 from benchmarks.models.published import SEED, PublishedModel
 from benchmarks.results import in_gib
-from benchmarks.sweep.asked import Asked, turn_of
-from benchmarks.sweep.kept import DECODE_ERROR
+from benchmarks.sweep.loop import SweepRequest, turn_of
+from benchmarks.sweep.result_file import DECODE_ERROR
 from benchmarks.timing import highest_bytes, rank_synchronize, start_distributed
 from engines.torch_engine.engine import TorchEngine
 from pipelines.blocks.blank import blank_conditioning
@@ -38,16 +38,16 @@ from pipelines.request import MediaRequest
 
 @torch.no_grad()
 def measured(
-    name: str, asked: Asked, device: torch.device, dtype: torch.dtype, turn: AbstractContextManager[Any]
+    name: str, settings: SweepRequest, device: torch.device, dtype: torch.dtype, turn: AbstractContextManager[Any]
 ) -> dict[str, Any]:
     """Measure ``name``, a published model or a folder. All ranks make the call; the first one decodes.
 
     All timed work happens inside ``turn``, which the first rank takes.
     """
     defaults = Checkpoint.of_configuration(name).defaults
-    size = asked.size_of(defaults)
+    size = settings.size_of(defaults)
     model = PublishedModel.made(name, device, dtype, size)
-    request = defaults.request(size, num_inference_steps=asked.steps_of(defaults))
+    request = defaults.request(size, num_inference_steps=settings.steps_of(defaults))
     engine, weights_bytes = TorchEngine(model.denoiser(), strategy="ulysses"), highest_bytes(device, anew=True)
     with turn:
         first, second, again = (Job.run(model, request, engine) for _ in range(3))
@@ -122,13 +122,13 @@ def decoded(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
-    Asked.add_options(parser)
+    SweepRequest.add_options(parser)
     arguments = parser.parse_args()
     rank, _ = start_distributed()
     on_gpu = torch.cuda.is_available()
     device, dtype = (torch.device("cuda", rank), torch.bfloat16) if on_gpu else (torch.device("cpu"), torch.float32)
     turn = turn_of(arguments.lock) if rank == 0 else nullcontext()
-    found = measured(arguments.model, Asked.of(arguments), device, dtype, turn)
+    found = measured(arguments.model, SweepRequest.of(arguments), device, dtype, turn)
     if rank == 0:
         print(json.dumps(found), flush=True)
     os._exit(0)  # graphs hold the communicator: an orderly shutdown would wait for them

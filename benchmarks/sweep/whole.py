@@ -16,7 +16,7 @@ from benchmarks.application.client import PROMPT, Client, data_of, noise, timing
 from benchmarks.application.memory import samples_of
 from benchmarks.faults.timeline import Record, records_of
 from benchmarks.serving.application import Application, serving
-from benchmarks.sweep.asked import Asked
+from benchmarks.sweep.loop import SweepRequest
 from deployments.cli.serving import parse_config
 from deployments.config import ServeConfig
 from engines.core import logs
@@ -31,7 +31,7 @@ CAPTURED = "captured a step"
 """Line of a rank's log."""
 
 
-def measured(folder: Path, ranks: int, asked: Asked, turn: AbstractContextManager[Any]) -> dict[str, Any]:
+def measured(folder: Path, ranks: int, settings: SweepRequest, turn: AbstractContextManager[Any]) -> dict[str, Any]:
     """Return the application's own times in milliseconds. The requests run inside ``turn``.
 
     Raises:
@@ -40,7 +40,7 @@ def measured(folder: Path, ranks: int, asked: Asked, turn: AbstractContextManage
     defaults = Checkpoint(folder).defaults
     with serving(config_of(folder, ranks)) as application, memory_of(application) as peak:
         with turn, Client(application.url) as client:
-            found = answers_of(client, defaults, asked)
+            found = answers_of(client, defaults, settings)
         records = records_of(application.logs)
         ready_s = round(application.ready_s, 1)
     messages = {str(record["message"]) for record in records}
@@ -91,8 +91,8 @@ def held_mib_by_gpu(pids: Set[int], query: Sequence[str]) -> dict[str, int]:
     return held
 
 
-def answers_of(client: Client, defaults: Defaults, asked: Asked) -> dict[str, Any]:
-    steps, size = asked.steps_of(defaults), asked.size_of(defaults)
+def answers_of(client: Client, defaults: Defaults, settings: SweepRequest) -> dict[str, Any]:
+    steps, size = settings.steps_of(defaults), settings.size_of(defaults)
     counts = {"first": defaults.min_pictures, "pictures": max(defaults.min_pictures, 1)}
     plain = [made(client, defaults, steps, size, counts["first"]) for _ in range(1 + NUM_REPEATS)]
     first, *again = map(timing, plain)

@@ -8,7 +8,7 @@ from training.shapes.captions import SIZE_WORDS, colour_word, place_phrase, with
 from training.shapes.edits import KINDS, Edit
 from training.shapes.phrasings import PHRASINGS, Phrasings
 from training.shapes.reading import Labels
-from training.shapes.references import Said, described, reference, reference_phrase
+from training.shapes.references import Description, described, reference, reference_phrase
 from training.shapes.scenes import BACKGROUNDS, PLACES, SHAPES, SIZES
 
 _TO_PHRASES = {
@@ -37,8 +37,8 @@ class Instruction:
 
     text: str
     kind: str
-    named: Said
-    made: Said
+    named: Description
+    made: Description
 
 
 def _phrasing_key(edit: Edit) -> str:
@@ -48,24 +48,26 @@ def _phrasing_key(edit: Edit) -> str:
     return {"large": "bigger", "small": "smaller"}[edit.new.size]
 
 
-def _made(edit: Edit, rng: random.Random) -> Said:
+def _made(edit: Edit, rng: random.Random) -> Description:
     """Return the properties of the result that the words must have, and some that they may have."""
     if edit.slot is None:
-        return Said(colour=edit.after.background)
+        return Description(colour=edit.after.background)
     old, new = edit.old, edit.new
     if edit.kind == "move":
-        return Said(place=edit.place)
+        return Description(place=edit.place)
     if new is None:
-        return Said()
+        return Description()
     if edit.kind == "add":
         size = new.size if new.size in SIZE_WORDS and rng.random() < 0.7 else None
-        return Said(shape=new.shape, colour=new.colour, size=size, place=new.place if rng.random() < 0.93 else None)
+        return Description(
+            shape=new.shape, colour=new.colour, size=size, place=new.place if rng.random() < 0.93 else None
+        )
     if edit.kind == "resize":
-        return Said(size=new.size)
+        return Description(size=new.size)
     assert old is not None
     if edit.kind == "recolour":
-        return Said(colour=new.colour)
-    return Said(shape=new.shape, colour=new.colour if new.colour != old.colour or rng.random() < 0.15 else None)
+        return Description(colour=new.colour)
+    return Description(shape=new.shape, colour=new.colour if new.colour != old.colour or rng.random() < 0.15 else None)
 
 
 def to_phrase(place: str, rng: random.Random) -> str:
@@ -74,18 +76,18 @@ def to_phrase(place: str, rng: random.Random) -> str:
     return rng.choice(_TO_PHRASES.get(place, _TO_CORNERS)).format(place, upper)
 
 
-def _at(edit: Edit, made: Said, rng: random.Random) -> str:
+def _at(edit: Edit, made: Description, rng: random.Random) -> str:
     """Return a phrase for the place; a phrasing of "add" has it in the middle, so with a space before it."""
     if made.place is None:
         return ""
     return f"{' ' if edit.kind == 'add' else ''}{place_phrase(made.place, rng)}"
 
 
-def _new_thing(made: Said, rng: random.Random) -> str:
+def _new_thing(made: Description, rng: random.Random) -> str:
     return with_article(described(made, rng), rng) if made.shape else ""
 
 
-def _filled(phrasing: str, edit: Edit, named: Said, made: Said, rng: random.Random) -> str:
+def _filled(phrasing: str, edit: Edit, named: Description, made: Description, rng: random.Random) -> str:
     if edit.kind == "add" and made.place and phrasing.startswith(("add", "draw", "put")) and rng.random() < 0.15:
         phrasing = f"{place_phrase(made.place, rng)} {phrasing.replace('{at}', '')}"
     several = len(edit.before.pieces) > 1
@@ -117,19 +119,24 @@ def _finished(text: str, phrasing: str, rng: random.Random) -> str:
 def instruction(edit: Edit, rng: random.Random, phrasings: Phrasings = PHRASINGS) -> Instruction:
     """Return words that ask for the edit and for no other, in one of the phrasings."""
     old = edit.old
-    named = Said() if old is None else reference(edit.before, old, rng)
+    named = Description() if old is None else reference(edit.before, old, rng)
     made = _made(edit, rng)
     phrasing = rng.choice(phrasings[_phrasing_key(edit)])
     text = _filled(phrasing, edit, named, made, rng)
     return Instruction(text=_finished(text, phrasing, rng), kind=edit.kind, named=named, made=made)
 
 
-def _indices(said: Said) -> tuple[int, ...]:
+def _indices(description: Description) -> tuple[int, ...]:
     """Return the index of each property in words, 0 if it is left open."""
-    choices = ((said.shape, SHAPES), (said.colour, BACKGROUNDS), (said.size, SIZES), (said.place, tuple(PLACES)))
+    choices = (
+        (description.shape, SHAPES),
+        (description.colour, BACKGROUNDS),
+        (description.size, SIZES),
+        (description.place, tuple(PLACES)),
+    )
     return tuple(0 if value is None else names.index(value) + 1 for value, names in choices)
 
 
-def edit_labels(said: Instruction) -> Labels:
+def edit_labels(instruction: Instruction) -> Labels:
     """Return what a reader should read: the kind, what is named and what is made of it, in one row."""
-    return [(KINDS.index(said.kind), *_indices(said.named), *_indices(said.made))]
+    return [(KINDS.index(instruction.kind), *_indices(instruction.named), *_indices(instruction.made))]

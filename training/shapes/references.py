@@ -22,7 +22,7 @@ _LIKELY = {"shape": 4.0, "colour": 1.0, "size": 0.35, "place": 0.35}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Said:
+class Description:
     """Properties of a shape or a background in words; None where they leave it open."""
 
     shape: str | None = None
@@ -38,13 +38,13 @@ def _lies_at(piece: Piece, place: str) -> bool:
     return column in (0, piece.column) and row in (0, piece.row)
 
 
-def fits(piece: Piece, said: Said) -> bool:
+def fits(piece: Piece, description: Description) -> bool:
     """Return whether the words may mean this piece. A size excludes none but the opposite one."""
     return (
-        said.shape in (None, piece.shape)
-        and said.colour in (None, piece.colour)
-        and (said.size is None or piece.size != _OPPOSITE_SIZE[said.size])
-        and (said.place is None or _lies_at(piece, said.place))
+        description.shape in (None, piece.shape)
+        and description.colour in (None, piece.colour)
+        and (description.size is None or piece.size != _OPPOSITE_SIZE[description.size])
+        and (description.place is None or _lies_at(piece, description.place))
     )
 
 
@@ -57,9 +57,9 @@ def _names(piece: Piece, place: str) -> bool:
     return place != "centre" and _lies_at(piece, place)
 
 
-def reference(board: Board, piece: Piece, rng: random.Random) -> Said:
+def reference(board: Board, piece: Piece, rng: random.Random) -> Description:
     """Return a combination of the piece's properties that no other piece of the board has."""
-    whole = Said(
+    whole = Description(
         shape=piece.shape,
         colour=piece.colour,
         size=piece.size if piece.size in _OPPOSITE_SIZE else None,
@@ -67,17 +67,17 @@ def reference(board: Board, piece: Piece, rng: random.Random) -> Said:
     )
     choices, weights = [], []
     for chosen in product((True, False), repeat=len(_PARTS)):
-        said = Said(**{part: getattr(whole, part) for part in compress(_PARTS, chosen)})
-        if [fits(other, said) for other in board.pieces].count(True) == 1:
-            choices.append(said)
-            weights.append(_likelihood(said))
+        description = Description(**{part: getattr(whole, part) for part in compress(_PARTS, chosen)})
+        if [fits(other, description) for other in board.pieces].count(True) == 1:
+            choices.append(description)
+            weights.append(_likelihood(description))
     return rng.choices(choices, weights)[0]
 
 
-def _likelihood(said: Said) -> float:
+def _likelihood(description: Description) -> float:
     likelihood = 1.0
     for part in _PARTS:
-        likelihood *= 1.0 if getattr(said, part) is None else _LIKELY[part]
+        likelihood *= 1.0 if getattr(description, part) is None else _LIKELY[part]
     return likelihood
 
 
@@ -87,23 +87,23 @@ def shape_word(shape: str | None, rng: random.Random) -> str:
     return rng.choice(SHAPE_WORDS[shape] if shape else _ANY_SHAPE)
 
 
-def described(said: Said, rng: random.Random, *, compared: bool = False) -> str:
+def described(description: Description, rng: random.Random, *, compared: bool = False) -> str:
     """Return the words without an article, and without the place. `compared` if there are others to compare with."""
-    sizes: tuple[str, ...] = SIZE_WORDS.get(said.size or "", ())
-    if compared and said.size and rng.random() < 0.3:
-        sizes = _COMPARATIVES[said.size]
+    sizes: tuple[str, ...] = SIZE_WORDS.get(description.size or "", ())
+    if compared and description.size and rng.random() < 0.3:
+        sizes = _COMPARATIVES[description.size]
     size = [rng.choice(sizes)] if sizes else []
-    colour = [colour_word(said.colour, rng)] if said.colour else []
-    return " ".join([*size, *colour, shape_word(said.shape, rng)])
+    colour = [colour_word(description.colour, rng)] if description.colour else []
+    return " ".join([*size, *colour, shape_word(description.shape, rng)])
 
 
-def reference_phrase(said: Said, rng: random.Random, *, compared: bool) -> str:
+def reference_phrase(description: Description, rng: random.Random, *, compared: bool) -> str:
     """Return the words of a reference, with its article."""
-    if said == Said():
+    if description == Description():
         return rng.choice(("it", "it", "the shape"))
-    words = described(said, rng, compared=compared)
-    if said.place is None:
+    words = described(description, rng, compared=compared)
+    if description.place is None:
         return f"the {words}"
-    if said.place != "centre" and rng.random() < 0.3:
-        return f"the {said.place} {words}"
-    return f"the {words} {place_phrase(said.place, rng)}"
+    if description.place != "centre" and rng.random() < 0.3:
+        return f"the {description.place} {words}"
+    return f"the {words} {place_phrase(description.place, rng)}"

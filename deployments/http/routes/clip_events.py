@@ -39,14 +39,14 @@ async def video_events(
         yield VideoEvent(type="video.deleted", video=None)
 
 
-def is_news(video: Video, told: Video, passed_s: float) -> bool:
+def is_news(video: Video, last: Video, passed_s: float) -> bool:
     """Return whether ``video`` differs from the state sent so many seconds ago.
 
     Passed time alone is no difference; a noticeably different predicted end is.
     """
-    if video.model_copy(update={"eta_s": told.eta_s}) != told or (video.eta_s is None) != (told.eta_s is None):
+    if video.model_copy(update={"eta_s": last.eta_s}) != last or (video.eta_s is None) != (last.eta_s is None):
         return True
-    if video.eta_s is None or told.eta_s is None:
+    if video.eta_s is None or last.eta_s is None:
         return False
-    left_s = max(0.0, told.eta_s - passed_s)
+    left_s = max(0.0, last.eta_s - passed_s)
     return abs(video.eta_s - left_s) > max(ETA_NOTICED_S, ETA_NOTICED * left_s)

@@ -73,7 +73,7 @@ def video_routes(context: ApiContext) -> APIRouter:
         One with ``deadline_s`` begins at once, or is refused.
         """
         clip = await submit_clip(context, request, requester, idempotency_key)
-        return told(clip, response)
+        return video_answer(clip, response)
 
     @router.post(
         "/v1/videos/sync",
@@ -112,7 +112,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     async def read_video(video_id: str, response: Response, requester: Requester = authorized) -> Video:
         """One clip: where it is in the queue or in its steps, or why it failed."""
         clip = await find_clip(context, requester, video_id)
-        return told(clip, response)
+        return video_answer(clip, response)
 
     @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404, 503))
     async def delete_video(video_id: str, requester: Requester = authorized) -> VideoDeleted:
@@ -171,7 +171,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
     ) -> Video:
         """Queue a clip that is made of the one in the field video."""
         clip = await submit_clip(context, request, requester, idempotency_key, adapt=with_video)
-        return told(clip, response)
+        return video_answer(clip, response)
 
     @router.post("/v1/videos/{video_id}/remix", **document)
     async def remix_video(
@@ -185,7 +185,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
         source = await find_clip(context, requester, video_id)
         adapt = partial(as_remix, source=source, cards=context.service.cards())
         clip = await submit_clip(context, request, requester, idempotency_key, adapt=adapt)
-        return told(clip, response)
+        return video_answer(clip, response)
 
 
 def with_video(body: VideoBody) -> VideoBody:
@@ -282,7 +282,7 @@ async def begin_clip(
         raise answer from failure
 
 
-def told(clip: ClipRecord, response: Response) -> Video:
+def video_answer(clip: ClipRecord, response: Response) -> Video:
     """Return the answer about a clip, whose headers are those of ``response``."""
     measured = {**eta_header([clip.eta_s]), **gpu_header(clip.gpu_s), **enhancer_header(clip.request)}
     response.headers.update({"openai-poll-after-ms": str(POLL_MS), **measured})

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.application.client import STAGES, Client
 from benchmarks.sweep import cards
-from benchmarks.sweep.asked import check_room, said_of
+from benchmarks.sweep.loop import check_room, said_of
 from deployments.config import ServeConfig
 from tests.pipelines.support.checkpoints import tiny
 

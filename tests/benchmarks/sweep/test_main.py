@@ -16,7 +16,7 @@ import torch
 from benchmarks.application.client import STAGES, Client
 from benchmarks.sweep import __main__ as program
 from benchmarks.sweep import cards, lone, whole
-from benchmarks.sweep.asked import Asked
+from benchmarks.sweep.loop import SweepRequest
 from deployments.config import ServeConfig
 from pipelines.checkpoint import Checkpoint
 from pipelines.size import Size
@@ -118,7 +118,7 @@ def test_a_model_is_asked_for_what_it_makes(name: str, paths: list[str]) -> None
     defaults = Checkpoint.of_configuration(name).defaults
     with Client("http://swept") as client:
         client._transport = httpx.MockTransport(answer)
-        found = whole.answers_of(client, defaults, Asked(size=Size(width=64, height=64, num_frames=5)))
+        found = whole.answers_of(client, defaults, SweepRequest(size=Size(width=64, height=64, num_frames=5)))
     assert [request.url.path.split("/")[-1] for request in sent] == paths
     assert next(request.read().count(b"image/png") for request in sent) == defaults.min_pictures
     assert found["same_bytes"]
@@ -129,7 +129,7 @@ def test_a_model_is_asked_for_what_it_makes(name: str, paths: list[str]) -> None
 @pytest.mark.parametrize(("name", "frames"), [("Wan2.1-T2V-1.3B", 37), ("LTX-Video", 33), ("FLUX.2-klein-4B", None)])
 def test_clips_are_as_long_as_a_model_makes_them_up_to_a_limit(name: str, frames: int | None) -> None:
     defaults = Checkpoint.of_configuration(name).defaults
-    size = Asked(max_frames=38).size_of(defaults)
+    size = SweepRequest(max_frames=38).size_of(defaults)
     assert size == Size(width=defaults.width, height=defaults.height, num_frames=frames)
     assert defaults.request(size).num_frames == (frames or 1)
 
@@ -184,8 +184,8 @@ def test_a_tiny_model_goes_through_the_whole_application_as_on_a_small_card(
 
 @pytest.mark.parametrize("num_steps", [2])
 def test_a_tiny_model_goes_without_its_encoders(num_steps: int, tmp_path: Path) -> None:
-    folder, asked = tiny_qwen.qwen(tmp_path), Asked(size=Size(width=96, height=96), num_steps=num_steps)
-    found = lone.measured(str(folder), asked, torch.device("cpu"), torch.float32, nullcontext())
+    folder, settings = tiny_qwen.qwen(tmp_path), SweepRequest(size=Size(width=96, height=96), num_steps=num_steps)
+    found = lone.measured(str(folder), settings, torch.device("cpu"), torch.float32, nullcontext())
     assert (found["steps"], found["same_bytes"], found["captured"]) == (num_steps, True, False)
     assert found["step_ms"] > 0
     assert found["decode_ms"] > 0

@@ -12,7 +12,7 @@ from training.shapes.edits import KINDS, random_edit, training_edit
 from training.shapes.instructions import EDIT_ANSWERS, edit_labels, instruction
 from training.shapes.phrasings import HELD_OUT, PHRASINGS
 from training.shapes.reading import NOT_ASKED
-from training.shapes.references import Said, fits, reference, reference_phrase
+from training.shapes.references import Description, fits, reference, reference_phrase
 from training.shapes.scenes import BACKGROUNDS
 from training.shapes.tokens import MAX_LENGTH
 
@@ -36,20 +36,20 @@ def test_references_are_of_every_form() -> None:
     said = [reference(board, board.pieces[0], rng) for board in boards]
     for name in ("shape", "colour", "size", "place"):
         assert {getattr(one, name) is None for one in said} == {True, False}
-    assert Said() in said  # "it", of an only shape
+    assert Description() in said  # "it", of an only shape
 
 
 def test_a_side_fits_its_corners_and_a_size_what_may_be_meant() -> None:
     corner, side = (piece_at(place, random.Random(2)) for place in ("top left", "left"))
-    assert fits(corner, Said(place="left"))
-    assert fits(corner, Said(place="top left"))
-    assert not fits(side, Said(place="top left"))
-    assert not fits(side, Said(place="centre"))
+    assert fits(corner, Description(place="left"))
+    assert fits(corner, Description(place="top left"))
+    assert not fits(side, Description(place="top left"))
+    assert not fits(side, Description(place="centre"))
 
 
 def test_words_of_a_reference_are_those_said() -> None:
     rng = random.Random(3)
-    said = Said(shape="star", colour="red", size="small", place="top right")
+    said = Description(shape="star", colour="red", size="small", place="top right")
     for _ in range(50):
         words = _words(reference_phrase(said, rng, compared=True))
         assert {"star", "red", "right"} <= words

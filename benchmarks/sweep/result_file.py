@@ -16,7 +16,7 @@ Result = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class ResultFile:
     """The results in ``path``, which need not be there yet."""
 
     path: Path

@@ -20,7 +20,7 @@ import torch
 from filelock import FileLock
 
 from benchmarks.results import status_of
-from benchmarks.sweep.kept import ERROR, Kept, Result
+from benchmarks.sweep.result_file import ERROR, Result, ResultFile
 from pipelines.defaults import Defaults
 from pipelines.size import Size, largest_num_frames
 
@@ -33,7 +33,7 @@ Case = tuple[Mapping[str, Any], Callable[[Result], None]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class SweepRequest:
     """The request to every model: its own size, or ``size``; at most ``num_steps`` of its default steps."""
 
     size: Size | None = None
@@ -64,7 +64,7 @@ class Asked:
         parser.add_argument("--lock", type=Path, help="a file: sweeps that name the same measure one after the other")
 
     @classmethod
-    def of(cls, arguments: argparse.Namespace) -> Asked:
+    def of(cls, arguments: argparse.Namespace) -> SweepRequest:
         return cls(size=arguments.size, num_steps=arguments.steps, max_frames=arguments.frames)
 
     def words(self) -> Iterator[str]:
@@ -93,10 +93,10 @@ def run_all(cases: Generator[Case], arguments: argparse.Namespace) -> NoReturn:
 
     One that fails leaves the others their turn. None is begun after ``--limit-s``.
     """
-    kept, begun_s, results = Kept(arguments.out), time.monotonic(), list[Result]()
+    result_file, begun_s, results = ResultFile(arguments.out), time.monotonic(), list[Result]()
     with closing(cases):
         for keys, measure in cases:
-            if kept.has(**keys, failed=not arguments.again):
+            if result_file.has(**keys, failed=not arguments.again):
                 continue
             if (began_s := time.monotonic()) > begun_s + arguments.limit_s:
                 print(f"the time is over: {keys} and what follows are left", file=sys.stderr, flush=True)
@@ -109,7 +109,7 @@ def run_all(cases: Generator[Case], arguments: argparse.Namespace) -> NoReturn:
                 if notes := getattr(error, "__notes__", []):
                     result["out_of_memory"] = notes[0]
             results.append(result | {"took_s": round(time.monotonic() - began_s, 1)})
-            kept.add(results[-1])
+            result_file.add(results[-1])
             print(json.dumps(results[-1]), flush=True)
     sys.exit(status_of(results))
 
@@ -137,4 +137,4 @@ def add_run_options(parser: argparse.ArgumentParser, out: Path, what: str) -> No
     parser.add_argument("--limit-s", type=float, default=float("inf"), help=f"after which no {what} is begun")
     parser.add_argument("--again", action="store_true", help="those that failed as well")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where models are written to")
-    Asked.add_options(parser)
+    SweepRequest.add_options(parser)
