@@ -218,15 +218,13 @@ class Autotuner:
                 specs = tuple(spec if number in (1, spec.guidance) else best[-1] for spec in plan.shortlist())
             times_s = dict.fromkeys(((*best, spec) for spec in specs), 0.0)
             for candidate in times_s if len(times_s) > 1 else ():
-                is_long = alone_s > (LONG_STEP_S if self._is_whole else 0.0)
-                if is_long and candidate[-1].guidance == 1:  # one branch after the other
+                if alone_s and self._is_long(alone_s) and candidate[-1].guidance == 1:  # one branch after the other
                     times_s[candidate] = number * alone_s
                     continue
                 division.use(TeamSpecs(by_size={**division.specs.by_size, size: candidate}))
                 times_s[candidate] = self._time_s(self._branches[:number], ranks)
             shortest_s = min(times_s.values())
-            is_long = not self._is_whole or shortest_s > LONG_STEP_S
-            limit_s = (1 + (LONG_NOISE if is_long else NOISE)) * shortest_s
+            limit_s = (1 + (LONG_NOISE if self._is_long(shortest_s) else NOISE)) * shortest_s
             near = [candidate for candidate, time_s in times_s.items() if time_s <= limit_s]
             best = min(near, key=lambda candidate: [(spec.name.count("x"), spec.name) for spec in candidate])
             alone_s = times_s[best] if number == 1 else alone_s
@@ -273,13 +271,17 @@ class Autotuner:
         engine = self._engine
         engine.warm_up(branches, ranks)
         time_s = self._shortest_s(branches, ranks, 1 if self._is_whole else NUM_TIMED_LONG)
-        if self._is_whole and time_s <= LONG_STEP_S:
+        if not self._is_long(time_s):
             time_s = self._shortest_s(branches, ranks, NUM_TIMED)
         engine.release_steps()
         name = engine.division.team(ranks, len(branches)).spec.name
         blocks = "" if self._is_whole else f", first {_most_blocks(self._model)} blocks"
         self.times_ms[f"{name} on {len(ranks)}, branches: {len(branches)}{exchange}{blocks}"] = round(1e3 * time_s, 3)
         return time_s
+
+    def _is_long(self, time_s: float) -> bool:
+        """Return whether a step is long whose timed blocks take ``time_s``."""
+        return not self._is_whole or time_s > LONG_STEP_S
 
     def _shortest_s(self, branches: tuple[Branch, ...], ranks: tuple[int, ...], num_timed: int) -> float:
         """Return the shortest of ``num_timed`` steps, each by the slowest rank, while no process prepares."""
