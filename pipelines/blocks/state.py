@@ -150,7 +150,7 @@ def own_parts(pipeline: Any) -> dict[str, Any]:
 
 
 def with_parts(pipeline: Any, parts: Mapping[str, Any]) -> Any:
-    """Return a pipeline that shares all with ``pipeline`` except copies of ``parts`` and its stand-ins."""
+    """Return a pipeline that shares all with ``pipeline`` except copies of ``parts`` and its recording transformers."""
     own = copy.copy(pipeline)
     for name, part in parts.items():
         setattr(own, name, shallow_copy(part))

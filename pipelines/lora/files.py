@@ -115,7 +115,7 @@ def _without_text_encoders(
     """Return ``tensors`` without those of text encoders, which few loaders know. Errors as for ``_check_others``."""
     others = [key for key in tensors if TEXT_ENCODERS.match(key)]
     _check_others(others, source, path, _denoiser_name(pipeline_class))
-    return {key: x for key, x in tensors.items() if key not in others}
+    return {key: x for key, x in tensors.items() if not TEXT_ENCODERS.match(key)}
 
 
 def _check_others(others: Sequence[str], source: LoraSource, path: Path, name: str) -> None:
@@ -163,7 +163,7 @@ def _names_of(layer: str) -> set[str]:
 
 def _with_trained_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return ``tensors`` with alphas whose quotient by the rank is the scale, also for rsLoRA."""
-    if not any(value for key, value in config.items() if _bare(key) == "use_rslora"):
+    if not _bare_keys(config).get("use_rslora"):
         return tensors
     pairs = as_pairs(without_adapter_name(tensors))
     roots = {layer_of(key) + ALPHA: len(x) ** 0.5 for key, x in pairs.items() if key.endswith(DOWN)}
@@ -171,7 +171,7 @@ def _with_trained_alphas(tensors: dict[str, Tensor], config: Mapping[str, Any]) 
 
 
 def _factor_scales(config: Mapping[str, Any]) -> Scale:
-    own = {_bare(key): value for key, value in config.items()}
+    own = _bare_keys(config)
     return lambda layer: factor_scale(own, _bare(layer.removeprefix(PEFT_PREFIX)))
 
 
@@ -182,6 +182,10 @@ def _is_peft(tensors: Iterable[str]) -> bool:
 def _bare(key: str) -> str:
     """Return the key of a config without the name of the part, which the names of layers may lack."""
     return key.removeprefix(f"{TRANSFORMER}.").removeprefix(f"{U_NET}.")
+
+
+def _bare_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {_bare(key): value for key, value in config.items()}
 
 
 def _config_of(tensors: Iterable[str], path: Path) -> Mapping[str, Any]:
@@ -235,15 +239,15 @@ class _File:
                 is_all = are_layers_of(self.module, as_pairs(tensors, prefix))
                 if not is_all and self._from_makers_names(tensors, has_scale=has_scale) is not None:
                     return None
-                config = {_bare(key): value for key, value in config_of(self.path).items()} if self.config else {}
+                config = _bare_keys(config_of(self.path)) if self.config else {}
                 return replace(_with_alphas(as_pairs(tensors, prefix)), config=config)
         if has_scale or (pairs := by_own_names(tensors, self.module)) is None:
             return None
-        return replace(_with_alphas(pairs), config={_bare(key): value for key, value in self.config.items()})
+        return replace(_with_alphas(pairs), config=_bare_keys(self.config))
 
     def _from_makers_names(self, tensors: Mapping[str, Tensor], *, has_scale: bool) -> Layers | None:
         """Return layers in the makers' names, translated as weights are; None for others, as in ``_from_own_names``."""
-        config = {_bare(key): value for key, value in self.config.items()}
+        config = _bare_keys(self.config)
         if not _is_peft(tensors) and (has_scale or config.get("alpha_pattern")):
             return None  # patterns in a header are of names that diffusers' loader makes
         if by_own_names(tensors, self.module) is not None:

@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 MakersLayers = Mapping[str, tuple[str, ...]]
 """Own names by regular expressions of the makers'; rows of several follow each other."""
-BLOCK, OWN = r"double_blocks\.(\d+)\.", r"transformer_blocks.\1."
-PROJECTIONS = {
-    "img_attn": tuple(f"{OWN}attn.to_{one}" for one in "qkv"),
-    "txt_attn": tuple(f"{OWN}attn.add_{one}_proj" for one in "qkv"),
-}
+OWN = r"transformer_blocks.\1."
+PICTURE = (
+    tuple(f"{OWN}attn.to_{one}" for one in "qkv"),
+    *((OWN + name,) for name in ("attn.to_out.0", "ff.net.0.proj", "ff.net.2", "norm1.linear")),
+)
+TEXT = (
+    tuple(f"{OWN}attn.add_{one}_proj" for one in "qkv"),
+    *(
+        (OWN + name,)
+        for name in ("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2", "norm1_context.linear")
+    ),
+)
+"""Layers of a block of two streams: queries, keys and values; projection; both of the MLP; modulation."""
+
+
+def two_streams(block: str, picture: str, text: str, names: Sequence[str]) -> MakersLayers:
+    """Return the layers of a block, where ``names`` are those of ``PICTURE`` and ``TEXT`` in each stream."""
+    streams = ((picture, PICTURE), (text, TEXT))
+    return {block + stream + name: own for stream, layers in streams for name, own in zip(names, layers, strict=True)}
+
+
+BLOCK = r"double_blocks\.(\d+)\."
+ENDS = (r"_attn[._]qkv", r"_attn[._]proj", r"_mlp\.(?:fc1|0)", r"_mlp\.(?:fc2|2)", r"_mod\.lin(?:ear)?")
 DOUBLE_BLOCKS: MakersLayers = {
-    **{f"{BLOCK}{name}[._]qkv": own for name, own in PROJECTIONS.items()},
-    **{
-        f"{BLOCK}{name}_{one}": (each,)
-        for name, own in PROJECTIONS.items()
-        for one, each in zip("qkv", own, strict=True)
-    },
-    rf"{BLOCK}img_attn[._]proj": (f"{OWN}attn.to_out.0",),
-    rf"{BLOCK}txt_attn[._]proj": (f"{OWN}attn.to_add_out",),
-    rf"{BLOCK}img_mlp\.(?:fc1|0)": (f"{OWN}ff.net.0.proj",),
-    rf"{BLOCK}img_mlp\.(?:fc2|2)": (f"{OWN}ff.net.2",),
-    rf"{BLOCK}txt_mlp\.(?:fc1|0)": (f"{OWN}ff_context.net.0.proj",),
-    rf"{BLOCK}txt_mlp\.(?:fc2|2)": (f"{OWN}ff_context.net.2",),
-    rf"{BLOCK}img_mod\.lin(?:ear)?": (f"{OWN}norm1.linear",),
-    rf"{BLOCK}txt_mod\.lin(?:ear)?": (f"{OWN}norm1_context.linear",),
+    **two_streams(BLOCK, "img", "txt", ENDS),
+    **{f"{BLOCK}img_attn_{one}": (own,) for one, own in zip("qkv", PICTURE[0], strict=True)},
+    **{f"{BLOCK}txt_attn_{one}": (own,) for one, own in zip("qkv", TEXT[0], strict=True)},
 }
 """Blocks of two streams, as trainers and ComfyUI write them."""
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
-from pipelines.models.hunyuan_video.makers_names import MAKERS_LAYERS
 from pipelines.models.linears import joint_attention_linears, mlp_linears
+from pipelines.models.makers_layers import DOUBLE_BLOCKS, MakersLayers
 from pipelines.models.spec import CLIP, Config, ModelSpec, fewer_channels, first_latent_frame, lazy, num_patches
 from pipelines.request import MediaRequest
 from pipelines.solver import SIGMAS
@@ -36,6 +36,17 @@ SHARDS = (
 )
 BLOCK = "transformer_blocks.*"
 LINEARS = (*joint_attention_linears(f"{BLOCK}.attn"), *mlp_linears(f"{BLOCK}.ff", f"{BLOCK}.ff_context"))
+
+REFINER = r"txt_in\.individual_token_refiner\.blocks\.(\d+)\."
+OWN_REFINER = r"context_embedder.token_refiner.refiner_blocks.\1."
+MAKERS_LAYERS: MakersLayers = {
+    **DOUBLE_BLOCKS,
+    rf"{REFINER}self_attn[._]qkv": tuple(f"{OWN_REFINER}attn.to_{one}" for one in "qkv"),
+    rf"{REFINER}self_attn[._]proj": (f"{OWN_REFINER}attn.to_out.0",),
+    rf"{REFINER}mlp\.(?:fc1|0)": (f"{OWN_REFINER}ff.net.0.proj",),
+    rf"{REFINER}mlp\.(?:fc2|2)": (f"{OWN_REFINER}ff.net.2",),
+}
+"""Tencent's names (musubi-tuner) and ComfyUI's; diffusers has them in a conversion script only."""
 
 
 def begins_with_picture(config: Config) -> bool:

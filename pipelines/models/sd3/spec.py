@@ -12,7 +12,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import joint_attention_linears, mlp_linears
-from pipelines.models.makers_layers import LAST_LAYERS, MakersLayers, embedder
+from pipelines.models.makers_layers import LAST_LAYERS, OWN, MakersLayers, embedder, two_streams
 from pipelines.models.spec import PICTURE, Config, ModelSpec, lazy, num_patches
 from pipelines.request import MediaRequest
 from pipelines.solver import SIGMAS
@@ -34,21 +34,12 @@ SHARDS = (
 )
 LINEARS = (*joint_attention_linears(f"{BLOCKS}.*.attn"), *mlp_linears(f"{BLOCKS}.*.ff", f"{BLOCKS}.*.ff_context"))
 
-MAKERS_BLOCK, OWN_BLOCK = r"joint_blocks\.(\d+)\.", rf"{BLOCKS}.\1."
-PICTURES, TEXTS = rf"{MAKERS_BLOCK}x_block\.", rf"{MAKERS_BLOCK}context_block\."
+JOINT_BLOCK = r"joint_blocks\.(\d+)\."
+ENDS = (r"\.attn\.qkv", r"\.attn\.proj", r"\.mlp\.fc1", r"\.mlp\.fc2", r"\.adaLN_modulation\.1")
 MAKERS_LAYERS: MakersLayers = {
-    rf"{PICTURES}attn\.qkv": tuple(f"{OWN_BLOCK}attn.to_{one}" for one in "qkv"),
-    rf"{PICTURES}attn2\.qkv": tuple(f"{OWN_BLOCK}attn2.to_{one}" for one in "qkv"),
-    rf"{TEXTS}attn\.qkv": tuple(f"{OWN_BLOCK}attn.add_{one}_proj" for one in "qkv"),
-    rf"{PICTURES}attn\.proj": (f"{OWN_BLOCK}attn.to_out.0",),
-    rf"{PICTURES}attn2\.proj": (f"{OWN_BLOCK}attn2.to_out.0",),
-    rf"{TEXTS}attn\.proj": (f"{OWN_BLOCK}attn.to_add_out",),
-    rf"{PICTURES}mlp\.fc1": (f"{OWN_BLOCK}ff.net.0.proj",),
-    rf"{PICTURES}mlp\.fc2": (f"{OWN_BLOCK}ff.net.2",),
-    rf"{TEXTS}mlp\.fc1": (f"{OWN_BLOCK}ff_context.net.0.proj",),
-    rf"{TEXTS}mlp\.fc2": (f"{OWN_BLOCK}ff_context.net.2",),
-    rf"{PICTURES}adaLN_modulation\.1": (f"{OWN_BLOCK}norm1.linear",),
-    rf"{TEXTS}adaLN_modulation\.1": (f"{OWN_BLOCK}norm1_context.linear",),
+    **two_streams(JOINT_BLOCK, "x_block", "context_block", ENDS),
+    rf"{JOINT_BLOCK}x_block\.attn2\.qkv": tuple(f"{OWN}attn2.to_{one}" for one in "qkv"),
+    rf"{JOINT_BLOCK}x_block\.attn2\.proj": (f"{OWN}attn2.to_out.0",),
     r"x_embedder\.proj": ("pos_embed.proj",),
     "context_embedder": ("context_embedder",),
     **embedder("t_embedder", "timestep_embedder", (r"mlp\.0", r"mlp\.2")),

@@ -94,7 +94,7 @@ SHIFT_FIRST["sd3"] = {"norm_out.linear", f"{DUAL}.1.norm1_context.linear"}
 
 
 def divided(model: str, names: tuple[str, ...], base: Tensors, change: Tensor, end: str = "weight") -> Tensors:
-    """The rows of ``change`` by parameter."""
+    """Return the rows of ``change`` by parameter."""
     rows = torch.split(change, [len(base[f"{name}.weight"]) for name in names])
     turned = SHIFT_FIRST.get(model, set())
     return {f"{name}.{end}": swap_scale_shift(x) if name in turned else x for name, x in zip(names, rows, strict=True)}
@@ -120,7 +120,7 @@ def test_layers_of_all_kinds_in_the_makers_names(
 
 @pytest.mark.parametrize("model", MAKERS)
 def test_differences_of_all_kinds_in_the_makers_names(small: Callable[[str], Path], tmp_path: Path, model: str) -> None:
-    """As ComfyUI saves what it extracts."""
+    """ComfyUI saves extracted differences under these names."""
     base, tensors, expected = plain(small(model)), Tensors(), Tensors()
     for layer, names in MAKERS[model].items():
         for end, mark in (("weight", ".diff"), ("bias", ".diff_b")):
