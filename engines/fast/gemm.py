@@ -57,6 +57,25 @@ class Gemm(Protocol):
         ...
 
 
+def gelu_addmm(x_MK: Tensor, weight_NK: Tensor, bias_N: Tensor) -> Tensor:
+    """Return the tanh-form GELU of ``x @ weight.T + bias``, on CUDA within one kernel."""
+    if x_MK.is_cuda:  # the epilogue's GELU is the tanh form; on the CPU the same op uses the exact one
+        fused: Tensor = addmm_activation(bias_N, x_MK, weight_NK.t(), use_gelu=True)
+        return fused
+    return functional.gelu(functional.linear(x_MK, weight_NK, bias_N), approximate="tanh")
+
+
+@torch.library.custom_op("troupe::gelu_product", mutates_args=())
+def gelu_product(x: Tensor, weight_NK: Tensor, bias_N: Tensor) -> Tensor:
+    """Return ``gelu_addmm`` of ``x`` (..., K) as one operator of compiled code."""
+    return torch.unflatten(gelu_addmm(x.flatten(0, -2), weight_NK, bias_N), 0, x.shape[:-1])
+
+
+@gelu_product.register_fake
+def _(x: Tensor, weight_NK: Tensor, bias_N: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:-1], weight_NK.shape[0])
+
+
 class NativeGemm:
     """A cuBLAS GEMM with bias and GELU in its epilogue; it reads the layer's own weight."""
 
@@ -74,10 +93,7 @@ class NativeGemm:
         if self._activation == "swiglu":
             return gated(self(x))
         assert self.bias_N is not None
-        if x.is_cuda:  # the epilogue's GELU is the tanh form; on the CPU the same op uses the exact one
-            fused: Tensor = addmm_activation(self.bias_N, x, self.weight_NK.t(), use_gelu=True)
-            return fused
-        return functional.gelu(functional.linear(x, self.weight_NK, self.bias_N), approximate="tanh")
+        return gelu_addmm(x, self.weight_NK, self.bias_N)
 
     def without_bias(self) -> tuple[Gemm, Tensor | None]:
         return NativeGemm(self.weight_NK, None), self.bias_N

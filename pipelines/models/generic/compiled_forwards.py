@@ -19,7 +19,7 @@ from torch import nn
 
 from engines.core.engine import Forwards
 from engines.core.torch_private import keep_kernel_choices, raise_recompile_limit, separate_sizes
-from engines.torch_engine.compiler import with_real_products
+from engines.torch_engine.compiler import with_rewrites
 from pipelines.request import InputPicture, InputPictures, InputVideo, MediaRequest
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class CompiledForwards:
         for module in () if self.error else (each for part in denoisers for each in compiled_modules(part)):
             forward = types.MethodType(type(module).forward, module)
             settings: dict[str, Any] = {"dynamic": True, "fullgraph": True}
-            compiled = torch.compile(forward, backend=with_real_products(backend), **settings)
+            compiled = torch.compile(forward, backend=with_rewrites(backend), **settings)
             module.__dict__["forward"] = self._faster(forward, compiled)
 
     @property

@@ -1,4 +1,4 @@
-"""Traced products of complex numbers are rewritten in real ones if the result is the same, and only then."""
+"""Traced code is rewritten if the result is the same, and only then."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
+from torch.nn import functional
 
-from engines.torch_engine.compiler import make_products_real, real_product
+from engines.fast.gemm import gelu_product
+from engines.torch_engine import rewrites
+from engines.torch_engine.rewrites import GELU_PRODUCT, make_products_real, real_product, rewrite
 
 Function = Callable[[Tensor, Tensor], Any]
 
@@ -74,3 +77,55 @@ def test_the_rewritten_graph_gives_the_same(function: Function, num_products: in
     made = [node.target for node in traced.graph.nodes]
     assert made.count(real_product) == num_products
     assert (torch.view_as_complex in made) is (num_products == 0)
+
+
+def mlp(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "tanh") -> Tensor:
+    return functional.gelu(functional.linear(x, weight, bias), approximate=approximate)
+
+
+def read_twice(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    inner = functional.linear(x, weight, bias)
+    return functional.gelu(inner, approximate="tanh") + inner
+
+
+def of_no_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return functional.gelu(x @ weight.t(), approximate="tanh")
+
+
+@pytest.mark.parametrize(
+    ("function", "has_bias", "num_fused"),
+    [
+        (mlp, True, 1),
+        (lambda x, weight, bias: mlp(mlp(x, weight, bias)[..., :6], weight, bias), True, 2),
+        (mlp, False, 0),
+        (lambda x, weight, bias: mlp(x, weight, bias, "none"), True, 0),
+        (read_twice, True, 0),
+        (of_no_product, True, 0),
+    ],
+)
+def test_gelu_is_computed_in_the_product(
+    monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor], has_bias: bool, num_fused: int
+) -> None:
+    monkeypatch.setattr(rewrites, "has_gelu_epilogue", lambda x: True)
+    rewritten: list[GraphModule] = []
+
+    def backend(traced: GraphModule, inputs: Any) -> Any:
+        assert rewrite(traced.graph) == num_fused
+        traced.recompile()
+        rewritten.append(traced)
+        return traced
+
+    torch._dynamo.reset()
+    x, weight, bias = torch.randn(2, 3, 6), torch.randn(8, 6), torch.randn(8) if has_bias else None
+    answer = torch.compile(function, backend=backend, fullgraph=True)(x, weight, bias)
+    torch.testing.assert_close(answer, function(x, weight, bias))
+    made = [node.target for node in rewritten[0].graph.nodes]
+    assert made.count(GELU_PRODUCT) == num_fused
+    assert made.count(functional.gelu) == (0 if num_fused else 1)
+
+
+def test_a_product_with_gelu_is_an_operator() -> None:
+    """The rest is checked on a GPU: on the CPU nothing is rewritten."""
+    x, weight, bias = torch.randn(2, 3, 6), torch.randn(8, 6), torch.randn(8)
+    torch.library.opcheck(gelu_product, (x, weight, bias))
+    assert not rewrites.has_gelu_epilogue(x.bfloat16())
