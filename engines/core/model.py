@@ -268,6 +268,8 @@ class DenoiserModel:
     (``offload.on_device``): then it runs once a job with offloaded blocks too."""
     reads_values: bool = False
     """True if ``forward`` without ``hoisted`` inputs reads tensor values, which rules out capture."""
+    dynamic_shapes: bool = False
+    """True if blocks are compiled once for all numbers of tokens, as prompts differ in length."""
     fast: ArrangeWeights | None = None
     """Arranges a module's weights for a hand-ordered step equal to its ``forward``."""
     typical_lengths: Mapping[str, int] | None = None

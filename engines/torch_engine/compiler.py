@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -18,6 +19,7 @@ from engines.core.torch_private import (
     keep_kernel_choices,
     raise_recompile_limit,
     recompile_limit_error,
+    separate_sizes,
 )
 from engines.torch_engine.rewrites import rewrite
 
@@ -28,8 +30,11 @@ MAX_VARIANTS = 256
 meant for accidents."""
 
 
-def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "inductor") -> None:
+def compile_blocks(module: nn.Module, plan: ShardPlan, *, dynamic: bool = False, backend: str = "inductor") -> None:
     """Compile the ``forward`` of every repeated block, and of all other modules of the same classes, in place.
+
+    With ``dynamic`` shapes all numbers of tokens share one compiled version, else each has its own. The first one takes
+    longer to compile. Steps are as fast: on one H200 they differed by at most 1 %.
 
     The method is compiled instead of the module, so hooks that cut and gather tokens stay outside the traced code. It
     is taken from the class, because a copied module still has the compiled method of its original.
@@ -38,8 +43,8 @@ def compile_blocks(module: nn.Module, plan: ShardPlan, *, backend: str = "induct
     keep_kernel_choices()
     for block in _modules_of_kinds(module, plan):
         forward = types.MethodType(type(block).forward, block)
-        compiled = torch.compile(forward, dynamic=False, fullgraph=True, backend=with_rewrites(backend))
-        block.__dict__["forward"] = _with_eager_fallback(compiled, forward)
+        compiled = torch.compile(forward, dynamic=dynamic, fullgraph=True, backend=with_rewrites(backend))
+        block.__dict__["forward"] = _with_eager_fallback(compiled, forward, separate_sizes if dynamic else nullcontext)
 
 
 def release_blocks(module: nn.Module, plan: ShardPlan) -> None:
@@ -69,12 +74,18 @@ def with_rewrites(backend: str) -> Callable[..., Any]:
     return compile_rewritten
 
 
-def _with_eager_fallback(compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``compiled`` with a fallback: beyond ``MAX_VARIANTS`` new shapes run ``forward``, in the whole process."""
+def _with_eager_fallback(
+    compiled: Callable[..., Any], forward: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """Return ``compiled`` with a fallback: beyond ``MAX_VARIANTS`` new shapes run ``forward``, in the whole process.
+
+    Compilation is inside ``context``.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            with context():
+                return compiled(*args, **kwargs)
         except recompile_limit_error():  # raised before any of it has run
             logger.warning("a block has %d compiled versions: from now on, new shapes run uncompiled", MAX_VARIANTS)
             torch.compiler.set_stance("eager_on_recompile")

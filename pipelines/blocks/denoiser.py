@@ -57,6 +57,7 @@ def as_denoiser(
         num_hoisted=spec.num_hoisted,
         hoists_by_blocks=spec.hoists_by_blocks,
         reads_values=spec.reads_values,
+        dynamic_shapes=spec.dynamic_shapes,
         fast=spec.fast_weights(config),
         latents=spec.latents,
         timestep=spec.timestep,

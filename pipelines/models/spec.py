@@ -107,6 +107,8 @@ class ModelSpec(ABC):
     """True if ``blank_conditioning`` is implemented. If not, a gang warms up with its first request, unchecked."""
     reads_values: bool = False
     """True if the forward reads values of tensors on the host (``DenoiserModel``)."""
+    dynamic_shapes: bool = False
+    """True if steps of one size differ in the length of the prompt (``DenoiserModel``)."""
     makers_layers: Mapping[str, tuple[str, ...]] = {}
     """Names of layers in adapters, where diffusers has none or those of whole checkpoints. The first match counts."""
     hoisted: Callable[[nn.Module, Arguments], ModelInputs] | None = None

@@ -65,6 +65,7 @@ def makes_sound(path: Path) -> bool:
 
 class CosmosSpec(ModelSpec):
     family = "cosmos"
+    dynamic_shapes = True
     latent_channels = ("latent_channel",)
     has_own_guidance = True
     decodes_frames_apart = True

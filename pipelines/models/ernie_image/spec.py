@@ -44,6 +44,7 @@ def _patch(path: Path) -> int:
 
 class ErnieImageSpec(ModelSpec):
     family = "ernie_image"
+    dynamic_shapes = True
     latent_channels = ("in_channels",)
     latents_per_channels = 4
     schedulers = ("euler",)

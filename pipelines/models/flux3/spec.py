@@ -65,6 +65,7 @@ DISTILLED = distilled(BASE, 16)
 
 class Flux3Spec(ModelSpec):
     family = "flux3"
+    dynamic_shapes = True
     latent_channels = ("in_channels",)
     latents_per_channels = PATCH**2
     schedulers = ("euler",)

@@ -12,6 +12,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.linears import joint_attention_linears, mlp_linears
 from pipelines.models.makers_layers import DOUBLE_BLOCKS, MakersLayers
+from pipelines.models.padding import shorten_prompts
 from pipelines.models.spec import CLIP, Config, ModelSpec, fewer_channels, first_latent_frame, lazy, num_patches
 from pipelines.request import MediaRequest
 from pipelines.solver import SIGMAS
@@ -26,6 +27,9 @@ PROMPT_TOKENS = 1000
 GLYPH_TOKENS = 256
 PICTURE_TOKENS = 729
 """The pipeline's token limits: prompt, words to write in the clip, and SigLIP's 27 x 27 patches of a picture."""
+SHORT_PROMPT = 256
+"""Length of a step's text if the prompt's own tokens fit, and it names no words to write."""
+SHORT_TEXT = {("prompt_embeds", "prompt_embeds_mask"): SHORT_PROMPT, ("prompt_embeds_2", "prompt_embeds_mask_2"): 0}
 
 SHARDS = (
     TokenShard(module="rope", where="output", key=0, dim=0, stream=VIDEO),
@@ -66,6 +70,7 @@ class HunyuanVideoSpec(ModelSpec):
     needs_negative = True
     makers_layers = MAKERS_LAYERS
     decodes_frames_apart = True
+    short_prompts = (SHORT_PROMPT,)
     eager_only = "masks keys (text of several lengths)"
     patch_blocks = lazy("pipelines.models.hunyuan_video.patches:patch_blocks")
     forward = lazy("pipelines.models.hunyuan_video.attention:forward")
@@ -94,11 +99,12 @@ class HunyuanVideoSpec(ModelSpec):
     def blank_conditioning(self, config: Config, num_tokens: int) -> Mapping[str, Tensor]:
         import torch
 
+        own = num_tokens or PROMPT_TOKENS
         return {
             "prompt_embeds": torch.zeros(1, PROMPT_TOKENS, config["text_embed_dim"]),
-            "prompt_embeds_mask": torch.ones(1, PROMPT_TOKENS),
+            "prompt_embeds_mask": (torch.arange(PROMPT_TOKENS)[None] < own).float(),
             "prompt_embeds_2": torch.zeros(1, GLYPH_TOKENS, config["text_embed_2_dim"]),
-            "prompt_embeds_mask_2": torch.ones(1, GLYPH_TOKENS),
+            "prompt_embeds_mask_2": torch.full((1, GLYPH_TOKENS), float(own > SHORT_PROMPT)),
         }
 
     def blank_pictures(self, path: Path, request: MediaRequest) -> Mapping[str, Tensor]:
@@ -110,6 +116,10 @@ class HunyuanVideoSpec(ModelSpec):
             "image_latents": torch.zeros(1, vae["latent_channels"], 1, *sides),
             "image_embeds": torch.zeros(1, PICTURE_TOKENS, config["image_embed_dim"]),
         }
+
+    def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return ``values`` with less padding: text has no positions."""
+        return shorten_prompts(values, SHORT_TEXT)
 
     def adapt_call(self, config: Config, call: Mapping[str, Any], step: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return the call without the zeros that stand for a picture in a text-only model: nothing attends to them."""

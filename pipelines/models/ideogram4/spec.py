@@ -90,6 +90,7 @@ def guidance_schedule(num_steps: int, scale: float) -> tuple[float, ...]:
 
 class Ideogram4Spec(ModelSpec):
     family = "ideogram4"
+    dynamic_shapes = True
     latent_channels = ("in_channels",)
     latents_per_channels = PATCH**2
     plan = SHARD_PLAN

@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_index
 from pipelines.latent_sizes import clip_vae_scale
+from pipelines.models.padding import shorten_prompts
 from pipelines.models.spec import PICTURE, Config, ModelSpec, distilled, lazy
 from pipelines.solver import SIGMAS
 
@@ -28,6 +29,8 @@ MASK = "encoder_attention_mask"
 PATCH = 2
 MAX_TOKENS = 512
 """Each prompt is padded to this length; a mask marks its own tokens."""
+SHORT_PROMPT = 128
+"""Length of a step's text if the prompt's own tokens fit."""
 
 
 BASE = replace(PICTURE, num_inference_steps=28, true_cfg_scale=5.5, guidance_offset=1.0, max_tokens=MAX_TOKENS)
@@ -49,6 +52,7 @@ class Krea2Spec(ModelSpec):
     """The text after the layers that fuse it."""
     hoisted_inputs = ("encoder_hidden_states", MASK)
     hoists_by_blocks = True
+    short_prompts = (SHORT_PROMPT,)
 
     def shard_plan(self, config: Config) -> ShardPlan:
         """Return the plan. Tokens are joined after the last block, where the text is cut off."""
@@ -76,6 +80,10 @@ class Krea2Spec(ModelSpec):
 
         features = torch.zeros(1, num_tokens, config["num_text_layers"], config["text_hidden_dim"])
         return {"prompt_embeds": features, "prompt_embeds_mask": torch.ones(1, num_tokens, dtype=torch.bool)}
+
+    def pad_conditioning(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return ``values`` with less padding: text has no positions."""
+        return shorten_prompts(values, {("prompt_embeds", "prompt_embeds_mask"): SHORT_PROMPT})
 
     def defaults(self, path: Path) -> Defaults:
         defaults = TURBO if read_index(path).get("is_distilled") else BASE

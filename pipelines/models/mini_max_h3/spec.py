@@ -86,6 +86,7 @@ def vae_scale(path: Path) -> int:
 
 class MiniMaxH3Spec(SeveralOutputsSpec):
     family = "minimax_h3"
+    dynamic_shapes = True
     latent_channels = ("in_channels",)
     shifts_schedule = True
     """Requests shift the clip's schedule; the sound's stays."""

@@ -111,6 +111,7 @@ Qwen-Image-Edit-2509-Lightning-4steps-V1.0-fp32.safetensors and -8steps-.
 
 class QwenImageSpec(TextAndImageSpec):
     family = "qwen"
+    dynamic_shapes = True
     latent_channels = ("in_channels",)
     latents_per_channels = 4
     schedulers = ("euler", "unipc")

@@ -53,6 +53,7 @@ SHARD_PLAN = ShardPlan(
 
 class QwenImage21Spec(ModelSpec):
     family = "qwen"
+    dynamic_shapes = True
     latent_channels = ("in_channels",)
     schedulers = ("euler",)
     schedules = (SIGMAS,)

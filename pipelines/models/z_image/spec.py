@@ -65,6 +65,7 @@ BASE_SHIFT = 6.0
 
 class ZImageSpec(ModelSpec):
     family = "z_image"
+    dynamic_shapes = True
     latent_channels = ("in_channels",)
     schedulers = ("euler",)
     schedules = (SIGMAS,)

@@ -9,11 +9,13 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.profiler import profile
 
 from engines.core.model import Branch, DenoiserModel
 from engines.core.tensors import relative_difference
 from engines.torch_engine import steps
+from engines.torch_engine.compiler import with_rewrites
 from engines.torch_engine.engine import TorchEngine
 from tests.engines.support import models
 
@@ -82,6 +84,19 @@ def test_half_precision_is_as_exact_as_the_modules() -> None:
     (exact,) = predict(torch.float32, fast=False)
     errors = {fast: relative_difference(predict(torch.bfloat16, fast)[0].float(), exact) for fast in (False, True)}
     assert errors[True] <= 1.2 * errors[False], errors
+
+
+@torch.no_grad()
+def test_gelu_in_the_product_is_as_exact() -> None:
+    layers = nn.Sequential(nn.Linear(256, 1024), nn.GELU(approximate="tanh")).to("cuda", torch.bfloat16)
+    x = torch.randn(2, 300, 256, device="cuda", dtype=torch.bfloat16)
+    exact = layers.float()(x.float())
+    layers.to(torch.bfloat16)
+    compiled = torch.compile(layers, fullgraph=True, backend=with_rewrites("inductor"))
+    with profile() as events:
+        answer = compiled(x)
+    assert any("gelu_product" in event.key for event in events.key_averages())
+    assert relative_difference(answer.float(), exact) <= 1.1 * relative_difference(layers(x).float(), exact)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")

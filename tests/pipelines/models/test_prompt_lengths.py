@@ -1,9 +1,12 @@
-"""Prompts of several lengths are steps of one shape if the model pads them, and give its own pictures."""
+"""Prompts of several lengths are steps of few shapes if the model pads them, and give its own pictures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,13 +17,19 @@ from torch import Tensor
 
 from engines.core.tensors import relative_difference
 from engines.parallel.division import shape_of
+from engines.torch_engine import engine as engine_module
+from engines.torch_engine.compiler import compile_blocks
 from engines.torch_engine.engine import TorchEngine
 from pipelines.checkpoint import Checkpoint
+from pipelines.models.hunyuan_video import spec as hunyuan_video
+from pipelines.models.krea2 import spec as krea2
 from pipelines.models.z_image.spec import SPEC
-from pipelines.run import load_pipeline
+from pipelines.request import MediaRequest
+from pipelines.run import PlainEngine, load_pipeline
 from pipelines.size import Size
-from tests.pipelines.models.test_gangs import TOLERANCE, Case, request_of
-from tests.pipelines.support.checkpoints import tiny_models
+from tests.engines.support.gloo import gang
+from tests.pipelines.models.test_gangs import TOLERANCE, Case, denoised, encoded, request_of
+from tests.pipelines.support.checkpoints import tiny_cosmos, tiny_hunyuan, tiny_models, tiny_others
 from tests.pipelines.support.references.own_call import own_latents
 
 WINDOW = 32
@@ -91,3 +100,91 @@ def test_prompts_alone_are_filled_up() -> None:
     filled = SPEC.pad_conditioning(values)
     assert filled["prompt_embeds"][0].shape == (WINDOW, 2)
     assert filled["image_latents"] is values["image_latents"]
+
+
+PADDED = {
+    "krea 2": Case(make=tiny_others.krea2, changes={"negative_prompt": "blue"}),
+    "hunyuan": Case(make=tiny_hunyuan.hunyuan_video, num_frames=5, changes={"negative_prompt": "blue"}),
+}
+"""Models whose pipelines pad each prompt, with two prompts and a letter a token."""
+FITTING = {"krea 2": 200, "hunyuan": 400}
+"""Lengths that hold "a red circle" with its template, and no longer prompt."""
+
+
+@contextmanager
+def shorter(name: str) -> Iterator[None]:
+    """Let short prompts be those of letters."""
+    prompt = patch.dict(hunyuan_video.SHORT_TEXT, {("prompt_embeds", "prompt_embeds_mask"): FITTING[name]})
+    with patch.object(krea2, "SHORT_PROMPT", FITTING[name]), prompt:
+        yield
+
+
+def shapes_and_latents(
+    name: str, folder: Path, request: MediaRequest, strategy: str, conditioning: bytes
+) -> tuple[list[int], Tensor]:
+    with shorter(name):
+        sampler = Checkpoint(folder).sampler()
+        branches = sampler.branches(sampler.begin(request, pickle.loads(conditioning)))
+        texts = [x.shape[1] for x_name, x in branches[1].inputs.items() if x_name.startswith("encoder_hidden_states")]
+        return texts, denoised(folder, request, strategy, conditioning)
+
+
+@pytest.mark.parametrize(
+    ("name", "strategy", "num_letters", "lengths"),
+    [
+        ("krea 2", "ulysses", 12, [FITTING["krea 2"]]),
+        ("krea 2", "ring", 40, [541]),
+        ("hunyuan", "ring", 12, [FITTING["hunyuan"], 0]),
+        ("hunyuan", "tensor", 40, [1000, 256]),
+    ],
+)
+def test_steps_of_short_prompts_have_less_padding(
+    name: str, strategy: str, num_letters: int, lengths: list[int], folders: Callable[[Any], Path]
+) -> None:
+    folder = folders(PADDED[name].make)
+    request = replace(request_of(PADDED[name], folder), prompt="a" * num_letters)
+    expected = own_latents(folder, request)
+    for texts, latents in gang(2).run(shapes_and_latents, name, folder, request, strategy, encoded(folder, request)):
+        assert texts == lengths
+        assert relative_difference(latents, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize(("name", "lengths"), [("krea 2", [[512], [128]]), ("hunyuan", [[1000, 256], [256, 0]])])
+def test_a_gang_prepares_both_lengths(name: str, lengths: list[list[int]], folders: Callable[[Any], Path]) -> None:
+    steps = Checkpoint(folders(PADDED[name].make)).first_steps([Size(width=48, height=32)], ["transformer"])
+    texts = [[x.shape[1] for key, x in step[0].inputs.items() if key.startswith("encoder_hidden")] for step in steps]
+    assert texts == lengths
+
+
+VARYING = {
+    "ernie": tiny_others.ernie_image,
+    "ideogram": tiny_others.ideogram4,
+    "cosmos": tiny_cosmos.cosmos,
+    "qwen": tiny_models.qwen_image,
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in ("ernie", "cosmos") else [pytest.mark.slow]) for name in VARYING]
+)
+def test_prompts_of_all_lengths_share_compiled_blocks(name: str, folders: Callable[[Any], Path]) -> None:
+    """Other sizes do, too."""
+    checkpoint = Checkpoint(folders(VARYING[name]))
+    sampler, encoder, plain = checkpoint.sampler(), checkpoint.text_encoder(), PlainEngine(model=checkpoint.denoiser())
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    with patch.object(engine_module, "compile_blocks", partial(compile_blocks, backend="eager")):
+        engine = TorchEngine(checkpoint.denoiser(), fast=False, compiled=True)
+        shapes, graphs = set(), set()
+        for num_letters, sides in ((3, (3, 5)), (40, (3, 5)), (9, (4, 6))):
+            request = request_of(Case(make=VARYING[name], sides=sides), checkpoint.path)
+            request = replace(request, prompt="a" * num_letters)
+            (branch, *_) = sampler.branches(sampler.begin(request, encoder.encode(request)))
+            (answer,), (expected,) = (one.predict((branch,), (0,)) for one in (engine, plain))
+            assert relative_difference(answer, expected) <= TOLERANCE
+            shapes.add(str(shape_of(branch)))
+            graphs.add(counters["stats"]["unique_graphs"])
+        engine.close()
+    assert len(shapes) == 3
+    assert len(graphs) == 1
