@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -19,7 +18,6 @@ from engines.core.torch_private import (
     keep_kernel_choices,
     raise_recompile_limit,
     recompile_limit_error,
-    separate_sizes,
 )
 from engines.torch_engine.rewrites import rewrite
 
@@ -33,8 +31,8 @@ meant for accidents."""
 def compile_blocks(module: nn.Module, plan: ShardPlan, *, dynamic: bool = False, backend: str = "inductor") -> None:
     """Compile the ``forward`` of every repeated block, and of all other modules of the same classes, in place.
 
-    With ``dynamic`` shapes all numbers of tokens share one compiled version, else each has its own. The first one takes
-    longer to compile. Steps are as fast: on one H200 they differed by at most 1 %.
+    With ``dynamic`` shapes all numbers of tokens share one compiled version (two if a first call has two equal sizes),
+    else each has its own. Steps are as fast: on one H200 they differed by at most 1 %.
 
     The method is compiled instead of the module, so hooks that cut and gather tokens stay outside the traced code. It
     is taken from the class, because a copied module still has the compiled method of its original.
@@ -44,7 +42,7 @@ def compile_blocks(module: nn.Module, plan: ShardPlan, *, dynamic: bool = False,
     for block in _modules_of_kinds(module, plan):
         forward = types.MethodType(type(block).forward, block)
         compiled = torch.compile(forward, dynamic=dynamic, fullgraph=True, backend=with_rewrites(backend))
-        block.__dict__["forward"] = _with_eager_fallback(compiled, forward, separate_sizes if dynamic else nullcontext)
+        block.__dict__["forward"] = _with_eager_fallback(compiled, forward)
 
 
 def release_blocks(module: nn.Module, plan: ShardPlan) -> None:
@@ -74,18 +72,12 @@ def with_rewrites(backend: str) -> Callable[..., Any]:
     return compile_rewritten
 
 
-def _with_eager_fallback(
-    compiled: Callable[..., Any], forward: Callable[..., Any], context: Callable[[], AbstractContextManager[None]]
-) -> Callable[..., Any]:
-    """Return ``compiled`` with a fallback: beyond ``MAX_VARIANTS`` new shapes run ``forward``, in the whole process.
-
-    Compilation is inside ``context``.
-    """
+def _with_eager_fallback(compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``compiled`` with a fallback: beyond ``MAX_VARIANTS`` new shapes run ``forward``, in the whole process."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            with context():
-                return compiled(*args, **kwargs)
+            return compiled(*args, **kwargs)
         except recompile_limit_error():  # raised before any of it has run
             logger.warning("a block has %d compiled versions: from now on, new shapes run uncompiled", MAX_VARIANTS)
             torch.compiler.set_stance("eager_on_recompile")

@@ -95,7 +95,7 @@ def blank_conditioning(
 
     def prompt() -> dict[str, Any]:
         blank = opened.spec.blank_conditioning(opened.part_config(opened.transformers[0]), num_tokens)
-        return {name: _fill(x, generator) for name, x in blank.items()}
+        return {name: x if "mask" in name else _fill(x, generator) for name, x in blank.items()}
 
     is_guided = request.true_cfg_scale > 1 or opened.spec.needs_negative
     is_guided = is_guided and not opened.spec.has_own_guidance
@@ -133,7 +133,7 @@ def _fill(value: Any, generator: torch.Generator | None) -> Any:
 
 
 def _with_noise(value: Any, generator: torch.Generator) -> Any:
-    """Return random numbers in place of zeros. Masks, which are ones, stay."""
+    """Return random numbers in place of zeros."""
     if isinstance(value, list):
         return [_with_noise(x, generator) for x in value]
     if not isinstance(value, Tensor) or not value.is_floating_point() or value.any():
