@@ -91,28 +91,28 @@ def generate(page: Chromium, service: FakeService) -> MediaRequest:
     return service.performed[-1]
 
 
-@pytest.mark.parametrize(
-    ("model", "shown"),
-    [
-        ("fake-pictures", ["recipe"]),
-        ("fake-clips", []),
-        ("fake-edits", ["image", "mask", "strength"]),
-        ("fake-begun-clips", ["image", "frame_indices"]),
-        ("fake-changed-clips", ["video", "strength"]),
-        ("fake-continued-clips", ["video"]),
-        ("fake-controlled", ["control_image", *CONTROLS]),
-        ("fake-both", ["image"]),
-        ("fake-referred-clips", ["image", "video"]),
-    ],
-)
-def test_a_model_shows_what_it_takes_and_nothing_else(page: Chromium, model: str, shown: list[str]) -> None:
+SHOWN_INPUTS = {
+    "fake-pictures": ["recipe"],
+    "fake-clips": [],
+    "fake-edits": ["image", "mask", "strength"],
+    "fake-begun-clips": ["image", "frame_indices"],
+    "fake-changed-clips": ["video", "strength"],
+    "fake-continued-clips": ["video"],
+    "fake-controlled": ["control_image", *CONTROLS],
+    "fake-both": ["image"],
+    "fake-referred-clips": ["image", "video"],
+}
+
+
+def test_a_model_shows_what_it_takes_and_nothing_else(page: Chromium) -> None:
     """It stays within the form's width, however long a model's prompts are."""
-    page.evaluate(f"models.get('{model}').prompts = ['a very long prompt '.repeat(20)]")
-    take(page, model)
-    assert page.evaluate(SHOWN) == shown
-    assert page.evaluate("adapters.checkVisibility()") is (model == "fake-pictures")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.evaluate("form.scrollWidth <= form.clientWidth")
+    for model, shown in SHOWN_INPUTS.items():
+        page.evaluate(f"models.get('{model}').prompts = ['a very long prompt '.repeat(20)]")
+        take(page, model)
+        assert page.evaluate(SHOWN) == shown, model
+        assert page.evaluate("adapters.checkVisibility()") is (model == "fake-pictures"), model
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), model
+        assert page.evaluate("form.scrollWidth <= form.clientWidth"), model
 
 
 def test_a_model_of_clips_draws_pictures_of_words_alone(page: Chromium) -> None:
@@ -328,21 +328,21 @@ def options_service() -> FakeService:
     return FakeService(takes_apart=True, makes_both=True, enhances_prompts=False, defaults=models)
 
 
+SHOWN_OPTIONS = {
+    "fake-pictures": ["enhance_prompt"],
+    "fake-few": ["enhance_prompt"],
+    "fake-clips": ["scheduler", "cache", "generate_sound", "enhance_prompt"],
+    "fake-layers": ["layers", "cache", "enhance_prompt"],
+    "fake-both": ["cache", "generate_sound", "enhance_prompt"],
+}
+
+
 @pytest.mark.parametrize("service", [options_service()])
-@pytest.mark.parametrize(
-    ("model", "shown"),
-    [
-        ("fake-pictures", ["enhance_prompt"]),
-        ("fake-few", ["enhance_prompt"]),
-        ("fake-clips", ["scheduler", "cache", "generate_sound", "enhance_prompt"]),
-        ("fake-layers", ["layers", "cache", "enhance_prompt"]),
-        ("fake-both", ["cache", "generate_sound", "enhance_prompt"]),
-    ],
-)
-def test_options_are_those_of_the_model(page: Chromium, model: str, shown: list[str]) -> None:
-    take(page, model)
-    assert page.evaluate(OPTIONS) == shown
-    assert page.evaluate("form.scrollWidth <= form.clientWidth")
+def test_options_are_those_of_the_model(page: Chromium) -> None:
+    for model, shown in SHOWN_OPTIONS.items():
+        take(page, model)
+        assert page.evaluate(OPTIONS) == shown, model
+        assert page.evaluate("form.scrollWidth <= form.clientWidth"), model
 
 
 def test_a_server_without_an_enhancer_shows_none(page: Chromium) -> None:
