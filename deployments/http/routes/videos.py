@@ -24,6 +24,7 @@ from deployments.clips.storage import CONTENT_TYPES, Variant
 from deployments.clips.webhooks import Webhook
 from deployments.http.answers import Video, VideoDeleted, VideoPage
 from deployments.http.body import FORMS, JSON
+from deployments.http.clip_events import video_events
 from deployments.http.context import ApiContext
 from deployments.http.errors import GPU_HEADER, ApiError, from_failure, retry_after
 from deployments.http.idempotency import IdempotencyKey
@@ -38,7 +39,6 @@ from deployments.http.openapi_text import (
     video_answers,
 )
 from deployments.http.partial import RangedFile, is_head, ranged
-from deployments.http.routes.clip_events import video_events
 from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.http.uploads import as_it_is, read_upload
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
