@@ -31,6 +31,7 @@ from deployments.http.forms import parse_form
 from deployments.http.lookups import find_file, no_file
 from deployments.http.openapi_text import error_documents, file_answers
 from deployments.http.partial import ranged
+from deployments.requests.bodies import ListQuery
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester
 from deployments.requests.validation import field_error
@@ -134,15 +135,6 @@ class BatchBody(BaseModel):
     endpoint: Literal["/v1/images/generations", "/v1/images/edits", "/v1/videos"]
     completion_window: Literal["24h"] = "24h"
     metadata: Annotated[dict[Label, Short], Field(max_length=16)] | None = None
-
-
-class ListQuery(BaseModel):
-    """Query of GET /v1/batches and GET /v1/files."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    after: str | None = Field(None, description="The last id of the page before.")
-    limit: int = Field(20, ge=1, le=100)
 
 
 def batch_routes(context: ApiContext) -> APIRouter:
