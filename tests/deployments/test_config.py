@@ -161,7 +161,7 @@ def test_gangs_scale_by_work_or_by_requests(scaling: dict[str, float], reason: s
         ),
         (
             {"autoscaling": {"max_replicas": 2}, "num_replicas": 2},
-            "num_replicas 2 has no effect beside api.autoscaling",
+            "num_replicas 2 has no effect beside autoscaling",
         ),
         ({"autoscaling": {"target_wait_s": 5}}, "target_wait_s"),
     ],
