@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -110,6 +112,7 @@ def test_a_model_shows_what_it_takes_and_nothing_else(page: Chromium) -> None:
         page.evaluate(f"models.get('{model}').prompts = ['a very long prompt '.repeat(20)]")
         take(page, model)
         assert page.evaluate(SHOWN) == shown, model
+        assert page.evaluate("making.disabled") is (model != "fake-both"), model
         assert page.evaluate("adapters.checkVisibility()") is (model == "fake-pictures"), model
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), model
         assert page.evaluate("form.scrollWidth <= form.clientWidth"), model
@@ -285,17 +288,64 @@ def test_adapters_are_named_added_and_deleted(page: Chromium, service: FakeServi
     assert generate(page, service).loras == (replace(INK, scale=0.7),)
 
 
+DROP = """(target, names, content) => {
+  const data = Uint8Array.from(atob(content), (one) => one.charCodeAt(0));
+  const types = { png: "image/png", webp: "image/webp", gif: "image/gif", mp4: "video/mp4" };
+  const brought = new DataTransfer();
+  for (const name of names) brought.items.add(new File([data], name, { type: types[name.split(".")[1]] }));
+  if (!names.length) brought.setData("text/plain", "a");
+  Object.defineProperty(brought, "dropEffect", { value: "none", writable: true });  // a script's own ignores changes
+  const taken = ["dragover", "drop"].map((kind) => {
+    const event = new DragEvent(kind, { dataTransfer: brought, bubbles: true, cancelable: true });
+    return !target.dispatchEvent(event);
+  });
+  return [...taken, brought.dropEffect];
+}"""
+NAMES = "[fields.image, fields.mask].map((field) => [...field.files].map((file) => file.name))"
+
+
+def drop(page: Chromium, target: str, *names: str) -> list[Any]:
+    """Return whether the page takes files, or else a text, from the browser, and how the pointer looks."""
+    content = base64.b64encode(file_of(noise(64, 48))).decode()
+    taken: list[Any] = page.evaluate(f"({DROP})({target}, {json.dumps(names)}, '{content}')")
+    return taken
+
+
 def test_dropped_files_go_where_they_are_taken(page: Chromium) -> None:
     take(page, "fake-changed-clips")
-    drop = """
-    const brought = new DataTransfer();
-    brought.items.add(new File(["a"], "NAME", { type: "TYPE" }));
-    document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: brought, bubbles: true }));
-    """
-    page.evaluate(f"{{ {drop.replace('NAME', 'a.png').replace('TYPE', 'image/png')} }}")
+    drop(page, "document.body", "a.png")
     assert shown_error(page) == "a.png is no MP4, MOV, WebM or GIF clip"
-    page.evaluate(f"{{ {drop.replace('NAME', 'a.mp4').replace('TYPE', 'video/mp4')} }}")
+    drop(page, "document.body", "a.mp4")
     assert page.evaluate("fields.video.files[0].name") == "a.mp4"
+    take(page, "fake-edits")
+    assert drop(page, "document.body", "a.png", "b.webp") == [True, True, "copy"]
+    assert drop(page, "fields.mask", "c.png") == [True, True, "copy"]
+    assert drop(page, "fields.mask") == [False, False, "none"]
+    assert page.evaluate(NAMES) == [["a.png", "b.webp"], ["c.png"]]
+    page.wait_for("fields.height.value === '48'")
+
+
+def test_no_file_is_opened_that_cannot_be_taken(page: Chromium) -> None:
+    for model, target, names, error in (
+        ("fake-both", "document.body", ("a.png", "b.png"), "one picture is taken here: drop one"),
+        ("fake-edits", "document.body", ("a.png", "b.gif"), "b.gif is no PNG, JPEG or WebP picture"),
+        ("fake-edits", "fields.mask", ("a.png", "b.png"), "one picture is taken here: drop one"),
+    ):
+        take(page, model)
+        assert drop(page, target, *names) == [True, True, "copy"]
+        assert shown_error(page) == error
+        assert page.evaluate(NAMES) == [[], []]
+    take(page, "fake-pictures")
+    assert drop(page, "document.body", "a.png") == [True, True, "none"]
+
+
+def test_a_model_of_both_makes_what_the_form_says(page: Chromium, service: FakeService) -> None:
+    take(page, "fake-both")
+    for kind, size, numbers in (("video", (32, 32), ["num_frames", "fps"]), ("image", (96, 64), ["n"])):
+        page.evaluate(f"making.value = '{kind}'; making.onchange()")
+        assert page.evaluate("['n', 'num_frames', 'fps'].filter((name) => !fields[name].disabled)") == numbers
+        request = generate(page, service)
+        assert (request.kind, request.width, request.height) == (kind, *size)
 
 
 def test_every_control_of_every_model_has_a_name(page: Chromium, picture: Path, clip: Path) -> None:
