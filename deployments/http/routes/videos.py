@@ -43,7 +43,7 @@ from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stre
 from deployments.http.uploads import as_it_is, read_upload
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
 from deployments.requests.request_errors import RequestError
-from deployments.requests.rules import Requester, RequestRules
+from deployments.requests.rules import NUM_PREVIEWS, Requester, RequestRules
 from deployments.requests.size_choice import clip_seconds
 from deployments.service.interface import ModelCard
 
@@ -52,8 +52,6 @@ MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
 """Errors of what makes clips."""
 POLL_MS = 500
 """Recommended interval of polling clients."""
-NUM_PREVIEWS = 3
-"""Previews of each clip that are decoded while it runs."""
 
 
 def video_routes(context: ApiContext) -> APIRouter:
