@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from pipelines.recipes import Recipe
 from pipelines.request import Lora, MediaRequest
 from pipelines.solver import SolverLimits
 from tests.deployments.http.conftest import build, serving
-from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
+from tests.deployments.http.support.chromium import CONTROL, Chromium, needs_chromium
 from tests.deployments.http.support.page_steps import fill, press, send, shown_error, take, written
 from tests.deployments.support.fake_service import CHANGED_CLIPS, CLIPS, PICTURES, REFERRED_CLIPS, FakeService
 from tests.deployments.support.files import file_of, noise
@@ -51,12 +51,6 @@ class Service(FakeService):
         pictures = replace(pictures, defaults=defaults, recipes=RECIPES, loras=(INK,), runtime_loras=limits)
         cards["fake-pictures"] = pictures
         return cards
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    with chromium(tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
 
 
 @pytest.fixture
