@@ -81,38 +81,6 @@ def test_a_browser_lets_the_defaults_of_a_model_be_sent(tmp_path: Path, defaults
         assert low <= float(field["value"]) <= high, name
 
 
-SEND = """
-globalThis.createImageBitmap = async () => ({ width: 4000, height: 1000 });
-fields.image.files = [new File(["one"], "a.png"), new File(["two"], "b.png")];
-fields.mask.files = [new File(["mask"], "c.png")];
-Object.assign(fields.strength, { value: "0.5" });
-takeShape().then(() => {
-  const model = models.get("m");
-  const entries = [...formOf(wanted(model), chosenFiles(model)).entries()];
-  console.log(JSON.stringify(entries.map(([name, value]) => [name, value.name ?? value])));
-});
-"""
-
-
-@needs_node
-@pytest.mark.parametrize("defaults", [EDITS, BEGUN_CLIPS, PICTURES], ids=["edits", "begun clips", "pictures"])
-def test_chosen_pictures_are_sent_as_files(tmp_path: Path, defaults: Defaults) -> None:
-    sent = run_page(tmp_path, SEND, defaults)
-    pictures = [(name, value) for name, value in sent if name in ("image", "input_reference", "mask")]
-    assert (
-        pictures
-        == {
-            EDITS: [("image", "a.png"), ("image", "b.png"), ("mask", "c.png")],
-            BEGUN_CLIPS: [("input_reference", "a.png"), ("input_reference", "b.png")],
-            PICTURES: [],
-        }[defaults]
-    )
-    fields = dict(sent)
-    shape = "128x32" if defaults.max_pictures else "64x64"
-    assert fields["size"] == shape, "in the shape of the first picture, if one is sent"
-    assert ("strength" in fields) == defaults.takes_strength
-
-
 DRAW = """
 const made = [], errors = [];
 makeCard = () => {
@@ -141,12 +109,3 @@ def test_each_layer_has_a_card(tmp_path: Path) -> None:
     seen = run_page(tmp_path, DRAW.replace("EVENTS", json.dumps([*progress, *layers])), LAYERS)
     cards = [["step of 0", "gone"], ["step of 0", "0.1"], ["step of 1", "1.0"], ["step of 1", "1.1"]]
     assert seen == [cards, ["the stream ended early"]]
-
-
-@needs_node
-@pytest.mark.parametrize(("defaults", "size", "is_required"), [(LAYERS, "128x32", False), (EDITS, "48x16", True)])
-def test_a_small_picture_and_no_words(tmp_path: Path, defaults: Defaults, size: str, is_required: bool) -> None:
-    small = SEND.replace("width: 4000, height: 1000", "width: 48, height: 12")
-    assert dict(run_page(tmp_path, small, defaults))["size"] == size
-    fields = run_page(tmp_path, "console.log(JSON.stringify(fields));", defaults)
-    assert fields["prompt"]["required"] is is_required

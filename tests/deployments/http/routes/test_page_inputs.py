@@ -27,6 +27,7 @@ from tests.deployments.support.files import file_of, noise
 pytestmark = needs_chromium
 
 NUM_FRAMES = 11
+WIDE, SMALL = (400, 100), (48, 12)
 INK = Lora(name="ink", scale=0.8)
 RECIPES = {
     "quick": Recipe(num_inference_steps=2, guidance_scale=1.5),
@@ -200,6 +201,26 @@ def test_a_picture_of_ours_is_an_input_as_a_file(page: Chromium, service: FakeSe
     assert (request.model, request.num_pictures, request.strength) == ("fake-edits", 1, 0.5)
     press(page, "Remove the picture")
     assert page.evaluate("[fields.image.files.length, document.activeElement.name]") == [0, "image"]
+
+
+def test_pictures_are_sent_with_their_mask_and_in_their_shape(
+    page: Chromium, service: FakeService, tmp_path: Path
+) -> None:
+    take(page, "fake-edits")
+    assert page.evaluate("fields.prompt.required")
+    wide, other, mask, small = (
+        written(tmp_path / f"{index}.png", file_of(noise(*size, mode, seed=index)))
+        for index, (size, mode) in enumerate(((WIDE, "RGB"), (WIDE, "RGB"), (WIDE, "RGBA"), (SMALL, "RGB")))
+    )
+    page.choose("fields.image", wide, other)
+    page.choose("fields.mask", mask)
+    page.wait_for("fields.width.value === '128'")
+    fill(page, strength=0.5)
+    request = generate(page, service)
+    assert (request.num_pictures, request.has_mask, request.strength) == (2, True, 0.5)
+    assert (request.width, request.height) == (128, 32), "smaller"
+    page.choose("fields.image", small)
+    page.wait_for("fields.width.value === '48' && fields.height.value === '16'")
 
 
 def test_a_control_picture_with_its_weight_and_steps(page: Chromium, service: FakeService, picture: Path) -> None:
@@ -414,9 +435,12 @@ def test_options_are_sent_where_they_are_chosen(page: Chromium, service: FakeSer
 
 
 @pytest.mark.parametrize("service", [options_service()])
-def test_each_layer_that_is_chosen_has_a_card(page: Chromium, service: FakeService, picture: Path) -> None:
+def test_each_layer_that_is_chosen_has_a_card(page: Chromium, service: FakeService, tmp_path: Path) -> None:
+    """Its model enlarges small pictures, and describes them itself."""
     take(page, "fake-layers")
-    page.choose("fields.image", picture)
+    assert not page.evaluate("fields.prompt.required")
+    page.choose("fields.image", written(tmp_path / "small.png", file_of(noise(*SMALL))))
+    page.wait_for("fields.width.value === '128' && fields.height.value === '32'")
     fill(page, layers=3)
     assert generate(page, service).num_layers == 3
     page.wait_for("gallery.querySelectorAll('a[download]').length === 3")
