@@ -24,7 +24,7 @@ from deployments.asyncio_tools import finish, to_the_end
 from deployments.batches.records import BatchRecord, BatchStatus, FileRecord
 from deployments.clips.storage import UNAVAILABLE
 from deployments.http.answers import page_ends
-from deployments.http.body import JSON, check_content_type
+from deployments.http.body import FORM, JSON, check_content_type
 from deployments.http.context import BATCH_KEY, ApiContext
 from deployments.http.errors import ApiError
 from deployments.http.forms import parse_form
@@ -41,7 +41,6 @@ PURPOSES = ("batch", "user_data")
 """Purposes of an uploaded file: JSON lines of a batch, or a clip that requests name."""
 BATCH_PURPOSES = ("batch", "batch_output")
 JSON_LINES, BYTES = "application/jsonl", "application/octet-stream"
-FORM = "multipart/form-data"
 NUMBERLESS = 2**31 - 1
 """Above the number of any file."""
 Label = Annotated[str, StringConstraints(max_length=64)]

@@ -31,6 +31,7 @@ from deployments.http.idempotency import IdempotencyKey
 from deployments.http.lookups import clip_id_of, find_clip, no_video
 from deployments.http.measures import enhancer_header, eta_header, gpu_header, measures
 from deployments.http.openapi_text import (
+    MAKING,
     body_document,
     error_documents,
     file_answers,
@@ -48,8 +49,6 @@ from deployments.requests.size_choice import clip_seconds
 from deployments.service.interface import ModelCard
 
 STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}
-MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
-"""Errors of what makes clips."""
 POLL_MS = 500
 """Recommended interval of polling clients."""
 
