@@ -21,7 +21,7 @@ from deployments.http.settings import ApiLimits
 from deployments.model_config import SECTION, ModelConfig, check_sleeping
 from deployments.observability.metrics_settings import MetricsSettings
 from deployments.requests.enhancer_config import PromptEnhancerConfig
-from deployments.stages.stage_config import STRICT, ApiScalingConfig
+from deployments.stages.stage_config import STRICT, ApiScalingConfig, ScaledConfig
 from pipelines.request import MetadataLevel
 
 STORAGE = re.compile(r"(?!file:)[a-z][a-z0-9+]*://[^/\s]+(/\S*)?")
@@ -64,7 +64,7 @@ class ProvenanceConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
-class ApiConfig(ApiLimits, ClipLimits):
+class ApiConfig(ScaledConfig, ApiLimits, ClipLimits):
     """Limits of the HTTP API, and resources of its deployment. Keys and database URL come from the environment."""
 
     data_dir: Path | None = None
@@ -88,14 +88,13 @@ class ApiConfig(ApiLimits, ClipLimits):
     """Limit per model; None: ``ModelConfig.max_open_pictures``."""
     max_ongoing_requests: PositiveInt = 4096
     """Requests that Serve passes to a replica: more than the API's limit, so that it can refuse the rest."""
-    num_replicas: PositiveInt = 1
-    """Replicas of the API."""
     autoscaling: ApiScalingConfig | None = None
     """Number of replicas by requests under way, replaces ``num_replicas``."""
     num_cpus: float = Field(default=0.2, ge=0)
     """Logical CPUs of Ray for each replica."""
 
     def __post_init__(self) -> None:
+        ScaledConfig.__post_init__(self)
         ApiLimits.__post_init__(self)
         ClipLimits.__post_init__(self)
         if self.storage and not STORAGE.fullmatch(self.storage):
@@ -112,21 +111,8 @@ class ApiConfig(ApiLimits, ClipLimits):
                 f"max_ongoing_requests is {self.max_ongoing_requests}; it must be above max_open_requests, which is "
                 f"{self.max_open_requests}, so that there is room for refusals"
             )
-        if self.autoscaling is not None:
-            self._check_autoscaling(self.autoscaling)
-
-    def _check_autoscaling(self, scaling: ApiScalingConfig) -> None:
-        if self.num_replicas != 1:
-            raise ValueError(
-                f"api.num_replicas {self.num_replicas} has no effect beside api.autoscaling: leave one of them out"
-            )
-        if not scaling.min_replicas:
+        if self.starts_on_demand:
             raise ValueError("api.autoscaling.min_replicas is 0; it must be at least 1: nothing else takes requests")
-
-    @property
-    def max_num_replicas(self) -> int:
-        """The most replicas that there may be."""
-        return self.autoscaling.max_replicas if self.autoscaling else self.num_replicas
 
     def part(self, limits: type[ApiLimits | ClipLimits]) -> dict[str, Any]:
         """Return the fields of ``limits``."""

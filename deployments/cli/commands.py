@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -15,25 +15,6 @@ RanksOption = Annotated[int, typer.Option("--ranks", help="Ranks that work on on
 SecondStageOption = Annotated[
     str, typer.Option(help="Noise levels of a second pass, such as 0.9,0.7,0.4 (models with a latent upsampler).")
 ]
-
-
-def renamed_option(old: str, new: str) -> Any:
-    """Return a hidden option ``old``, which is refused with a sentence that names ``new``."""
-
-    def refuse(value: str | None) -> None:
-        if value is not None:
-            raise typer.BadParameter(f"it is called {new} now", param_hint=old)
-
-    return typer.Option(old, hidden=True, callback=refuse)
-
-
-def rename_command(app: typer.Typer, old: str, new: str) -> None:
-    """Add the hidden command ``old``, which prints the new name and exits with code 2."""
-
-    @app.command(old, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-    def refuse(context: typer.Context) -> None:
-        typer.echo(f"troupe: `troupe {old}` is called `troupe {new}` now", err=True)
-        raise typer.Exit(2)
 
 
 def build_engine(
@@ -54,7 +35,6 @@ def build_engine(
     prompts: Annotated[Path | None, typer.Option(help="Prompts to calibrate with, one per line.")] = None,
     weight_streaming: Annotated[bool, typer.Option("--weight-streaming", help="Weights may stay on the host.")] = False,
     strip_weights: Annotated[bool, typer.Option("--strip-weights", help="An engine file without its weights.")] = False,
-    width: Annotated[str | None, renamed_option("--width", "--ranks")] = None,
 ) -> None:
     """Build TensorRT engine files ahead of time, and report their contents."""
     from deployments.cli.build import EngineBuildOptions, build
@@ -110,7 +90,6 @@ def estimate(
     second_stage_sigmas: SecondStageOption = "",
     measure: Annotated[bool, typer.Option("--measure", help="Measure this machine now, and save the figures.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON document instead of a table.")] = False,
-    gpus: Annotated[str | None, renamed_option("--gpus", "--ranks")] = None,
 ) -> None:
     """Estimate the seconds of a picture or clip, memory of all parts, and each strategy for a step."""
     from deployments.cli.estimate import print_estimate

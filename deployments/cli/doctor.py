@@ -9,6 +9,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import cache_from_source, find_spec
 from pathlib import Path
@@ -66,17 +67,11 @@ def _table(findings: list[Finding]) -> Table:
     return table
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MakeModel:
-    """Load a model on a device. It is pickled for the processes of the proofs."""
+def open_denoiser(source: str, device: str) -> DenoiserModel:
+    """Return the model of a ``ModelSource`` on a device."""
+    from pipelines.checkpoint import Checkpoint
 
-    source: str
-    """A ``ModelSource``."""
-
-    def __call__(self, device: str) -> DenoiserModel:
-        from pipelines.checkpoint import Checkpoint
-
-        return Checkpoint.open(self.source, device).denoiser()
+    return Checkpoint.open(source, device).denoiser()
 
 
 def first_model(config: str) -> str:
@@ -94,7 +89,7 @@ def print_proofs(model: str) -> bool:
 
     resolve_path(model)  # a wrong name is a user error, not a failed proof
     colours = {"proved": "green", "failed": "red", "not here": "yellow"}
-    table, proofs = Table("", "statement", "detail"), doctor(process_environment(), MakeModel(source=model))
+    table, proofs = Table("", "statement", "detail"), doctor(process_environment(), partial(open_denoiser, model))
     for proof in proofs:
         table.add_row(Text(proof.result, colours[proof.result]), proof.subject, proof.detail)
     console.print(table)

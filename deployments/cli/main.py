@@ -15,8 +15,6 @@ from deployments.cli.commands import (
     calibrate,
     estimate,
     print_version,
-    rename_command,
-    renamed_option,
     stop,
 )
 from deployments.cli.errors import errors, terminate
@@ -38,7 +36,6 @@ ConfigOption = Annotated[
 ]
 UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it, one is started for this command.")]
 KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
-OldKeyOption = Annotated[str | None, renamed_option("--api-key", "--api-key-file, or TROUPE_API_KEY outside,")]
 NegativeOption = Annotated[str | None, typer.Option(help="Things to avoid; needs a --true-cfg-scale above 1.")]
 MASK_HELP = "Where to paint in --image or --video: transparent, or else white. Some models need it."
 GUIDANCE_HELP = (
@@ -98,7 +95,6 @@ def generate(
     config: ConfigOption = "",
     url: UrlOption = "",
     api_key_file: KeyOption = None,
-    api_key: OldKeyOption = None,
 ) -> None:
     """Make a picture or a clip from a prompt, with or without input files."""
     words = {"model": model, "size": size, "negative_prompt": negative_prompt, "lora": lora or None, "cache": cache}
@@ -185,7 +181,6 @@ def door(
 def models(
     url: UrlOption = "",
     api_key_file: KeyOption = None,
-    api_key: OldKeyOption = None,
     config: ConfigOption = "",
     as_json: JsonOption = False,
 ) -> None:
@@ -287,7 +282,6 @@ def demo(
 
 for _command in (build_engine, calibrate, estimate, stop):
     app.command()(_command)
-rename_command(app, "plan", "estimate")
 
 
 def _target(url: str, config: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -113,29 +113,23 @@ def record_of(row: ClipRow) -> ClipRecord:
     )
 
 
-TUPLES = ("preview_steps", "frame_indices", "further_video_frames", "sound_samples")
-"""Fields of ``MediaRequest`` that JSON has as lists of numbers."""
-
-
 def to_json(record: MediaRequest | ClipError | StageTimes) -> str:
     return json.dumps(asdict(record))
 
 
 def request_from_json(text: str) -> MediaRequest:
-    fields: dict[str, Any] = json.loads(text)
-    loras = tuple(Lora(**one) for one in fields.get("loras", ()))
-    written: dict[str, Any] = fields.get("solver", {})
-    settings: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in written.items()
-    }
-    solver = Solver(**settings)
-    second = second_stage_of(fields.get("second_stage"))
-    lists = {name: tuple(fields.get(name, ())) for name in TUPLES}
-    return MediaRequest(**fields | lists | {"loras": loras, "solver": solver, "second_stage": second})
+    fields = json.loads(text, object_hook=_with_tuples)
+    fields["loras"] = _loras(fields.get("loras", ()))
+    fields["solver"] = Solver(**fields.get("solver", {}))
+    if second := fields.get("second_stage"):
+        fields["second_stage"] = SecondStage(**second | {"loras": _loras(second["loras"])})
+    return MediaRequest(**fields)
 
 
-def second_stage_of(fields: Mapping[str, Any] | None) -> SecondStage | None:
-    if fields is None:
-        return None
-    loras = tuple(Lora(**one) for one in fields["loras"])
-    return SecondStage(scale=fields["scale"], sigmas=tuple(fields["sigmas"]), loras=loras)
+def _with_tuples(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return ``fields`` with tuples for JSON's lists."""
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in fields.items()}
+
+
+def _loras(written: Iterable[dict[str, Any]]) -> tuple[Lora, ...]:
+    return tuple(Lora(**one) for one in written)

@@ -17,6 +17,8 @@ from fnmatch import fnmatchcase
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from urllib.parse import SplitResult, urlsplit
 
+from deployments.usage.api_keys import check_key_start, entry_of
+
 PREFIX = "whsec_"
 KEY_BYTES = range(24, 65)
 """Allowed lengths of secrets."""
@@ -68,10 +70,7 @@ class WebhookSettings:
                     f"webhooks.networks holds {network!r}; it must be such as 10.0.0.0/8: {error}"
                 ) from None
         for one in self.keys:
-            if one.key != "*" and not re.fullmatch(r"[0-9a-f]{8,64}", one.key):
-                raise ValueError(
-                    f"webhooks.keys holds {one.key!r}; it must be 8 to 64 digits of the key's SHA-256, or *"
-                )
+            check_key_start("key of webhooks.keys", one.key)
             self.check(Webhook(url=one.url, secret=one.secret))
 
     def check(self, webhook: Webhook) -> None:
@@ -81,9 +80,8 @@ class WebhookSettings:
 
     def of_key(self, key_hash: str) -> Webhook | None:
         """Return the webhook of a key; None if it has none."""
-        entries = sorted(self.keys, key=lambda one: one.key == "*")
-        fitting = (one for one in entries if one.key == "*" or key_hash.startswith(one.key))
-        return next((Webhook(url=one.url, secret=one.secret) for one in fitting), None)
+        entry = entry_of(self.keys, key_hash)
+        return None if entry is None else Webhook(url=entry.url, secret=entry.secret)
 
     def _split(self, url: str) -> SplitResult:
         schemes = ("https", "http") if self.networks else ("https",)

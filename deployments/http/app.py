@@ -19,7 +19,7 @@ from deployments.clips.clips import Clips
 from deployments.clips.objects import Bucket
 from deployments.http.admission import Admission, OpenRequests
 from deployments.http.body_limit import BodyLimit
-from deployments.http.clip_poller import ClipPoller
+from deployments.http.clip_events import ClipPoller
 from deployments.http.context import ApiContext
 from deployments.http.drain import Drain, Draining
 from deployments.http.errors import add_error_handlers

@@ -21,7 +21,8 @@ from deployments.requests.validation import unfolded, unfolded_form, validated, 
 B = TypeVar("B", bound=MediaBody)
 
 JSON = "application/json"
-FORMS = ("multipart/form-data", "application/x-www-form-urlencoded")
+FORM = "multipart/form-data"
+FORMS = (FORM, "application/x-www-form-urlencoded")
 """The second is what aiohttp sends of a form without files, and with it the benchmark clients of other servers."""
 LARGE_BYTES = 1 << 18
 """JSON from this size on has pictures in it, and takes long enough to be read beside the event loop."""

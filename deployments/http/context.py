@@ -17,7 +17,7 @@ from deployments.batches.contents import Contents
 from deployments.batches.records import BatchStore
 from deployments.clips.clips import Clips
 from deployments.http.admission import Admission
-from deployments.http.clip_poller import ClipPoller
+from deployments.http.clip_events import ClipPoller
 from deployments.http.errors import ApiError, retry_after
 from deployments.http.files import FileShelf, ObjectShelf
 from deployments.http.idempotency import KnownRequests

@@ -19,6 +19,7 @@ from deployments.http.answers import (
     StepProgress,
     VideoEvent,
 )
+from deployments.http.body import FORM
 from deployments.http.errors import GPU_HEADER, ErrorBody, ErrorEvent
 from deployments.requests.bodies import EditBody, ImageBody, MediaBody, VideoBody
 
@@ -86,6 +87,8 @@ CODES = {
     507: ("storage_full",),
 }
 EVERYWHERE = (405, 500)
+MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
+"""Errors of what makes pictures or clips."""
 HEADERS = {
     "X-Request-Id": "The id of the request, in the log as well: the client's own, or a new one",
     "Retry-After": "Seconds after which to try again",
@@ -122,7 +125,6 @@ MEASURES = (
 )
 FILE_HEADERS = ("ETag", "Last-Modified", "Accept-Ranges")
 
-FILES = "multipart/form-data"
 Responses = dict[int | str, dict[str, Any]]
 
 
@@ -152,7 +154,7 @@ def body_document(model: type[MediaBody], *content_types: str) -> dict[str, Any]
     """Return the OpenAPI fields of a route that reads its body itself, which FastAPI cannot know."""
     schema, form = _reference(model), {"$ref": REFERENCE.format(model=form_name(model))}
     types = content_types or ("application/json",)
-    content = {one: {"schema": form if one == FILES and model.picture_fields else schema} for one in types}
+    content = {one: {"schema": form if one == FORM and model.picture_fields else schema} for one in types}
     return {"requestBody": {"required": True, "content": content}}
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram, Metric, disable_created_metrics
 from prometheus_client.registry import Collector
 
-from deployments.usage.quotas import EVERYBODY, KeyLimits
+from deployments.usage.api_keys import EVERYBODY
+from deployments.usage.quotas import KeyLimits
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, StringConstraints
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
 from deployments.clips.storage import Variant
 from deployments.requests.fields import (
@@ -33,6 +32,7 @@ from deployments.requests.fields import (
     VideoMask,
     Videos,
     WrittenQuality,
+    from_text,
 )
 from deployments.requests.pictures.sources import Sources
 from engines.core.spec import Attention
@@ -217,10 +217,7 @@ class EditBody(ImageBody):
 
 
 def _webhook(written: object) -> object:
-    """Check the value, which in a form is the text of its JSON."""
-    if isinstance(written, str):
-        with suppress(ValueError):
-            written = from_json(written, allow_inf_nan=False)
+    written = from_text(written)
     if not isinstance(written, Mapping) or set(written) != {"url", "secret"}:
         raise PydanticCustomError("webhook", 'it must be {"url": "https://…", "secret": "whsec_…"}')
     return written
@@ -308,13 +305,18 @@ class VideoBody(MediaBody):
         )
 
 
-class PageQuery(BaseModel):
-    """Query of GET /v1/videos."""
+class ListQuery(BaseModel):
+    """Query of GET /v1/batches and GET /v1/files."""
 
     model_config = ConfigDict(extra="forbid")
 
     after: str | None = Field(None, description="The last id of the page before.")
     limit: int = Field(20, ge=1, le=100)
+
+
+class PageQuery(ListQuery):
+    """Query of GET /v1/videos."""
+
     order: Literal["asc", "desc"] = Field("desc", description="By creation.")
 
 

@@ -101,13 +101,16 @@ AskedLora: TypeAlias = tuple[str, float | None]
 """An adapter as a client names it, and how much of it; None: the model's own scale."""
 
 
-def _loras(written: object) -> tuple[AskedLora, ...]:
-    """Check the value, which in a form is the text of its JSON."""
+def from_text(written: object) -> object:
+    """Return the value, which in a form is the text of its JSON; text that is no JSON unchanged."""
     if isinstance(written, str):
-        try:
-            written = from_json(written, allow_inf_nan=False)
-        except ValueError:
-            raise PydanticCustomError("loras", LORA_SENTENCE) from None
+        with suppress(ValueError):
+            return from_json(written, allow_inf_nan=False)
+    return written
+
+
+def _loras(written: object) -> tuple[AskedLora, ...]:
+    written = from_text(written)
     if not isinstance(written, list | tuple):
         raise PydanticCustomError("loras", LORA_SENTENCE)
     return tuple(map(_lora, written))
@@ -128,10 +131,7 @@ def _lora(written: object) -> AskedLora:
 
 
 def _steps(written: object) -> tuple[float, ...]:
-    """Check the value, which in a form is the text of its JSON."""
-    if isinstance(written, str):
-        with suppress(ValueError):
-            written = from_json(written, allow_inf_nan=False)
+    written = from_text(written)
     if not isinstance(written, list | tuple) or not 0 < len(written) <= MAX_SOLVER_STEPS:
         raise PydanticCustomError("steps", STEPS_SENTENCE)
     if not all(map(_is_number, written)):
@@ -140,10 +140,7 @@ def _steps(written: object) -> tuple[float, ...]:
 
 
 def _frame_indices(written: object) -> tuple[int, ...]:
-    """Check the value, which in a form is the text of its JSON."""
-    if isinstance(written, str):
-        with suppress(ValueError):
-            written = from_json(written, allow_inf_nan=False)
+    written = from_text(written)
     if not isinstance(written, list | tuple) or not 0 < len(written) <= MAX_FRAME_INDICES:
         raise PydanticCustomError("frame_indices", FRAMES_SENTENCE)
     if not all(isinstance(one, int) and _is_number(one) for one in written):

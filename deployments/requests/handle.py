@@ -13,12 +13,11 @@ from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.pictures.unpack import unpack
 from deployments.requests.recipe_choice import with_recipe
 from deployments.requests.request_errors import RequestError, shown
-from deployments.requests.rules import Requester, RequestRules, ResolvedRequest
+from deployments.requests.rules import NUM_PREVIEWS, Requester, RequestRules, ResolvedRequest
 from deployments.requests.validation import NOTHING, unfolded, validated
 from deployments.service.interface import ModelCard, Output
 from pipelines.request import InputPictures, MediaKind, MediaRequest
 
-NUM_PREVIEWS = 3
 DEFAULT_LIMITS = PictureLimits()
 KINDS_BY_FIELD: Mapping[str, MediaKind] = {
     "image": "image",

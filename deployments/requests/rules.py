@@ -24,6 +24,8 @@ from pipelines.request import COPIED_RATE, NO_PICTURES, InputPictures, MediaRequ
 from pipelines.solver import Solver
 
 RANDOM_SEED_BITS = 32
+NUM_PREVIEWS = 3
+"""Previews of a clip that are decoded while it is made."""
 TIERS: Mapping[str, ServiceTier] = {"auto": "default", "default": "default", "flex": "flex", "priority": "priority"}
 """Service tiers by the names that OpenAI gives them."""
 QUALITIES: Mapping[WrittenQuality, Quality] = {

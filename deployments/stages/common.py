@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Generic, ParamSpec, Self, TypeVar
 
@@ -297,25 +297,18 @@ class SentPictures:
 
     @classmethod
     def of(cls, inputs: InputPictures) -> Self:
-        """Pack ``inputs`` without a copy."""
-        return cls(
-            pictures=tuple(map(SentMedia.of, inputs.pictures)),
-            mask=None if inputs.mask is None else SentMedia.of(inputs.mask),
-            video=None if inputs.video is None else SentMedia.of(inputs.video),
-            further_videos=tuple(map(SentMedia.of, inputs.further_videos)),
-            video_mask=None if inputs.video_mask is None else SentMedia.of(inputs.video_mask),
-            control=None if inputs.control is None else SentMedia.of(inputs.control),
-        )
+        """Pack ``inputs`` without a copy. Both classes have the same fields."""
+        return cls(**{one.name: _each(SentMedia.of, getattr(inputs, one.name)) for one in fields(cls)})
 
     def open(self) -> InputPictures:
-        return InputPictures(
-            pictures=tuple(picture.open() for picture in self.pictures),
-            mask=None if self.mask is None else self.mask.open(),
-            video=None if self.video is None else self.video.open(),
-            further_videos=tuple(video.open() for video in self.further_videos),
-            video_mask=None if self.video_mask is None else self.video_mask.open(),
-            control=None if self.control is None else self.control.open(),
-        )
+        return InputPictures(**{one.name: _each(SentMedia.open, getattr(self, one.name)) for one in fields(self)})
+
+
+def _each(convert: Callable[[Any], Any], media: Any) -> Any:
+    """Return a picture or clip converted, or each of several; None if there is none."""
+    if isinstance(media, tuple):
+        return tuple(map(convert, media))
+    return None if media is None else convert(media)
 
 
 NO_SENT_PICTURES = SentPictures()

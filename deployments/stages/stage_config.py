@@ -5,7 +5,6 @@ Sections of the gang and the engines are frozen dataclasses of those packages, v
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Literal, Self
 
 from pydantic import (
@@ -183,16 +182,8 @@ WrittenSize = Annotated[Size, BeforeValidator(_size), PlainSerializer(str)]
 
 
 def _engine(name: str) -> str:
-    if name == "auto":
-        raise ValueError("auto is torch now, and the default: write torch, or leave the key out")
     find_engine(name)
     return name
-
-
-def _tensorrt(section: object) -> object:
-    if isinstance(section, Mapping) and "sizes" in section:
-        raise ValueError("the key sizes is denoiser.warm_sizes now, which serves every engine")
-    return section
 
 
 @dataclass(frozen=True, kw_only=True, config=STRICT)
@@ -228,7 +219,7 @@ class DenoiserConfig(ScaledConfig, GangConfig):
     """Compile the denoiser of a whole pipeline at start, for ``warm_sizes`` or the default size."""
     torch: TorchOptions | None = None
     """Options of the engine torch."""
-    tensorrt: Annotated[TensorRTOptions | None, BeforeValidator(_tensorrt)] = None
+    tensorrt: TensorRTOptions | None = None
     """Options of the engine tensorrt."""
 
     def __post_init__(self) -> None:

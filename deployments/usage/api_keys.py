@@ -6,16 +6,32 @@ import hashlib
 import hmac
 import logging
 import math
+import re
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Protocol, TypeVar
 
 from deployments.places import read_text
 
 logger = logging.getLogger("troupe.keys")
 
+EVERYBODY = "*"
+"""In place of the beginning of a key's hash: every key without an entry of its own, and no key."""
 LOOK_EVERY_S = 1.0
 """Shortest time between two looks at the file."""
+
+
+class KeyEntry(Protocol):
+    """An entry of the configuration for API keys."""
+
+    @property
+    def key(self) -> str:
+        """The beginning of a key's hash, or EVERYBODY."""
+        ...
+
+
+E = TypeVar("E", bound=KeyEntry)
 
 
 class KeyRing:
@@ -65,6 +81,19 @@ class KeyRing:
 def hash_of(key: str) -> str:
     """Return the SHA-256 of ``key`` in hexadecimal digits. Keys are random, so guessing finds none."""
     return hashlib.sha256(key.encode()).hexdigest()
+
+
+def check_key_start(name: str, start: str) -> None:
+    """Raise ValueError, with the ``name`` of the setting, unless ``start`` is of a key's hash, or EVERYBODY."""
+    if start != EVERYBODY and not re.fullmatch(r"[0-9a-f]{8,64}", start):
+        allowed = "8 to 64 digits at the beginning of the key's SHA-256 (printf %s KEY | sha256sum), or *"
+        raise ValueError(f"{name} is {start!r}; it must be {allowed}")
+
+
+def entry_of(entries: Iterable[E], key_hash: str) -> E | None:
+    """Return the entry whose ``key`` ``key_hash`` begins with, or else that of EVERYBODY; None without either."""
+    ordered = sorted(entries, key=lambda one: one.key == EVERYBODY)
+    return next((one for one in ordered if one.key == EVERYBODY or key_hash.startswith(one.key)), None)
 
 
 def read_keys(file: Path) -> tuple[str, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from deployments.usage.api_keys import EVERYBODY, check_key_start, entry_of
 from pipelines.wording import counted
 
-EVERYBODY = "*"
 MINUTE_S = 60.0
 
 Charge = tuple[float, float]
@@ -42,9 +41,7 @@ class KeyLimits:
     """GPU-seconds of the last minute at which the next request is refused."""
 
     def __post_init__(self) -> None:
-        if self.key != EVERYBODY and not re.fullmatch(r"[0-9a-f]{8,64}", self.key):
-            allowed = "8 to 64 digits at the beginning of the key's SHA-256 (printf %s KEY | sha256sum), or *"
-            raise ValueError(f"key is {self.key!r}; it must be {allowed}")
+        check_key_start("key", self.key)
         for name in ("weight", "max_concurrent", "gpu_seconds_per_minute"):
             value = getattr(self, name)
             if value is not None and not value > 0:  # refuses NaN as well
@@ -81,8 +78,7 @@ NO_LIMITS = KeyLimits()
 
 def find_limits(limits: Sequence[KeyLimits], key: str) -> KeyLimits:
     """Return the entry of ``key`` (a hash, "" where keys are not asked for), or else that of every key."""
-    entries = sorted(limits, key=lambda one: one.key == EVERYBODY)
-    return next((one for one in entries if one.key == EVERYBODY or key.startswith(one.key)), NO_LIMITS)
+    return entry_of(limits, key) or NO_LIMITS
 
 
 def recent(charges: Iterable[Charge], now_s: float) -> list[Charge]:

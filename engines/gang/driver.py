@@ -23,7 +23,7 @@ from engines.gang.ledger import InFlightStep, Ledger
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.policy import make_policy
 from engines.gang.rank import kill_ranks
-from engines.gang.watchdog import Watchdog, answer_of
+from engines.gang.watchdog import Watchdog, answer_of, answers_within
 
 logger = logging.getLogger(__name__)
 
@@ -117,17 +117,9 @@ class Driver:
         """
         if self.broken is not None:
             raise GangBrokenError(self.broken.reason, self.broken.cause)
-
-        async def answers() -> list[Any]:
-            return await asyncio.gather(*(answer_of(i, call(rank)) for i, rank in enumerate(self._ranks)))
-
-        task = asyncio.get_running_loop().create_task(answers(), context=contextvars.Context())
-        limit_s = self._config.start_deadline_s
-        try:
-            async with self._clock.timeout(limit_s):
-                return await asyncio.shield(task)
-        except TimeoutError:
-            raise GangBrokenError(f"ranks did not answer within {limit_s:g} s", "deadline") from None
+        calls = (call(rank) for rank in self._ranks)
+        answers = answers_within(self._clock, self._config.start_deadline_s, calls, "answer")
+        return await asyncio.shield(asyncio.get_running_loop().create_task(answers, context=contextvars.Context()))
 
     async def spent_s(self, job_id: str) -> float:
         return await self._table.spent_s(job_id)

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 from engines.core.logs import log_phase
 from engines.core.resources import MemoryUse
-from engines.gang.errors import GangBrokenError
 from engines.gang.eta.admission import AWAKE, WakeUp
 from engines.gang.gang_config import Clock, GangConfig
 from engines.gang.ledger import Ledger
 from engines.gang.metrics import GangMetrics
-from engines.gang.watchdog import answer_of
+from engines.gang.watchdog import answers_within
 
 
 class GangSleep:
@@ -100,16 +98,5 @@ class GangSleep:
         """Return the ranks' answers. The first sleep may wait for host memory that is being pinned."""
         is_slow = method == "sleep" and not self._has_slept
         limit_s = self._config.start_deadline_s if is_slow else self._config.step_deadline_s
-        answers = [
-            asyncio.ensure_future(answer_of(i, getattr(rank, method).remote())) for i, rank in enumerate(self._ranks)
-        ]
-        together = asyncio.gather(*answers)
-        try:
-            with suppress(TimeoutError):
-                async with self._clock.timeout(limit_s):
-                    return list(await asyncio.shield(together))
-            late = [rank for rank, answer in enumerate(answers) if not answer.done()]
-            raise GangBrokenError(f"ranks {late} did not {method} within {limit_s:g} s", "deadline")
-        finally:
-            together.cancel()
-            await asyncio.gather(together, return_exceptions=True)
+        calls = (getattr(rank, method).remote() for rank in self._ranks)
+        return await answers_within(self._clock, limit_s, calls, method)

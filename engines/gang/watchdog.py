@@ -127,6 +127,24 @@ async def answer_of(rank: int, ref: Any) -> Any:
         raise GangBrokenError(f"rank {rank} failed: {_last_line(error)}", "error") from error
 
 
+async def answers_within(clock: Clock, limit_s: float, refs: Iterable[Any], action: str) -> list[Any]:
+    """Return the answers of all ranks to one call. ``GangBrokenError`` if one fails, dies, or is late.
+
+    Iterating ``refs`` makes the calls, in the context of this coroutine's task.
+    """
+    answers = [asyncio.ensure_future(answer_of(i, ref)) for i, ref in enumerate(refs)]
+    together = asyncio.gather(*answers)
+    try:
+        with suppress(TimeoutError):
+            async with clock.timeout(limit_s):
+                return list(await asyncio.shield(together))
+        late = [rank for rank, answer in enumerate(answers) if not answer.done()]
+        raise GangBrokenError(f"ranks {late} did not {action} within {limit_s:g} s", "deadline")
+    finally:
+        together.cancel()
+        await asyncio.gather(together, return_exceptions=True)
+
+
 def _errors(tasks: Iterable[asyncio.Task[Any]]) -> Iterator[BaseException]:
     for task in tasks:
         if task.done() and not task.cancelled() and (error := task.exception()):

@@ -161,7 +161,7 @@ def test_gangs_scale_by_work_or_by_requests(scaling: dict[str, float], reason: s
         ),
         (
             {"autoscaling": {"max_replicas": 2}, "num_replicas": 2},
-            "num_replicas 2 has no effect beside api.autoscaling",
+            "num_replicas 2 has no effect beside autoscaling",
         ),
         ({"autoscaling": {"target_wait_s": 5}}, "target_wait_s"),
     ],
@@ -241,8 +241,6 @@ def test_a_number_of_replicas_beside_autoscaling_is_refused(stage: str) -> None:
         ({"precision": "fp9"}, "precision is 'fp9'; the torch engine knows auto, native, fp8, fp8-static, int8"),
         ({"num_ranks": 0}, "num_ranks is 0; it must be at least 1"),
         ({"engine": "jax"}, "unknown engine 'jax'; known: torch, tensorrt"),
-        ({"engine": "auto"}, "auto is torch now, and the default: write torch"),
-        ({"tensorrt": {"sizes": ["64x64"]}}, "the key sizes is denoiser.warm_sizes now"),
         ({"warm_sizes": ["large"]}, "warm_sizes"),
         ({"gpus_per_rank": 0.3}, "gpus_per_rank is 0.3; it must be 0, or above 0.5"),
         ({"num_nodes": 3}, "num_nodes is 3; it must be a divisor of num_ranks=2"),

@@ -24,13 +24,14 @@ from deployments.asyncio_tools import finish, to_the_end
 from deployments.batches.records import BatchRecord, BatchStatus, FileRecord
 from deployments.clips.storage import UNAVAILABLE
 from deployments.http.answers import page_ends
-from deployments.http.body import JSON, check_content_type
+from deployments.http.body import FORM, JSON, check_content_type
 from deployments.http.context import BATCH_KEY, ApiContext
 from deployments.http.errors import ApiError
 from deployments.http.forms import parse_form
 from deployments.http.lookups import find_file, no_file
 from deployments.http.openapi_text import error_documents, file_answers
 from deployments.http.partial import ranged
+from deployments.requests.bodies import ListQuery
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester
 from deployments.requests.validation import field_error
@@ -40,7 +41,6 @@ PURPOSES = ("batch", "user_data")
 """Purposes of an uploaded file: JSON lines of a batch, or a clip that requests name."""
 BATCH_PURPOSES = ("batch", "batch_output")
 JSON_LINES, BYTES = "application/jsonl", "application/octet-stream"
-FORM = "multipart/form-data"
 NUMBERLESS = 2**31 - 1
 """Above the number of any file."""
 Label = Annotated[str, StringConstraints(max_length=64)]
@@ -134,15 +134,6 @@ class BatchBody(BaseModel):
     endpoint: Literal["/v1/images/generations", "/v1/images/edits", "/v1/videos"]
     completion_window: Literal["24h"] = "24h"
     metadata: Annotated[dict[Label, Short], Field(max_length=16)] | None = None
-
-
-class ListQuery(BaseModel):
-    """Query of GET /v1/batches and GET /v1/files."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    after: str | None = Field(None, description="The last id of the page before.")
-    limit: int = Field(20, ge=1, le=100)
 
 
 def batch_routes(context: ApiContext) -> APIRouter:

@@ -17,6 +17,7 @@ from deployments.http.lookups import FILE_ID, find_file
 from deployments.http.openapi_text import (
     EDIT_EVENTS,
     IMAGE_EVENTS,
+    MAKING,
     body_document,
     error_documents,
     file_answers,
@@ -30,8 +31,6 @@ from deployments.requests.bodies import EditBody, ImageBody
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester
 
-ERRORS = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
-
 
 def image_routes(context: ApiContext) -> APIRouter:
     router = APIRouter(tags=["images"])
@@ -39,7 +38,7 @@ def image_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/images/generations",
-        responses=image_answers(*IMAGE_EVENTS) | error_documents(*ERRORS, has_work=True),
+        responses=image_answers(*IMAGE_EVENTS) | error_documents(*MAKING, has_work=True),
         openapi_extra=body_document(ImageBody),
     )
     async def generate_images(
@@ -52,7 +51,7 @@ def image_routes(context: ApiContext) -> APIRouter:
 
     @router.post(
         "/v1/images/edits",
-        responses=image_answers(*EDIT_EVENTS) | error_documents(*ERRORS, has_work=True),
+        responses=image_answers(*EDIT_EVENTS) | error_documents(*MAKING, has_work=True),
         openapi_extra=body_document(EditBody, JSON, *FORMS),
     )
     async def edit_images(

@@ -19,7 +19,7 @@ from starlette.requests import Request
 
 from deployments.asyncio_tools import to_the_end
 from deployments.clips.storage import UNAVAILABLE
-from deployments.http.body import JSON, check_content_type, content_type, parse_json
+from deployments.http.body import FORM, JSON, check_content_type, content_type, parse_json
 from deployments.http.context import ApiContext
 from deployments.http.errors import ApiError
 from deployments.http.forms import parse_form
@@ -37,7 +37,6 @@ from pipelines.request import Lora
 
 LORAS = "/v1/loras"
 LORA_ID = re.compile(r"lora_[0-9a-f]{32}")
-FORM = "multipart/form-data"
 FORM_BYTES = 1 << 20
 """Room for everything in a form but the adapter."""
 MAX_CONFIG_BYTES = 1 << 18

@@ -24,12 +24,14 @@ from deployments.clips.storage import CONTENT_TYPES, Variant
 from deployments.clips.webhooks import Webhook
 from deployments.http.answers import Video, VideoDeleted, VideoPage
 from deployments.http.body import FORMS, JSON
+from deployments.http.clip_events import video_events
 from deployments.http.context import ApiContext
 from deployments.http.errors import GPU_HEADER, ApiError, from_failure, retry_after
 from deployments.http.idempotency import IdempotencyKey
 from deployments.http.lookups import clip_id_of, find_clip, no_video
 from deployments.http.measures import enhancer_header, eta_header, gpu_header, measures
 from deployments.http.openapi_text import (
+    MAKING,
     body_document,
     error_documents,
     file_answers,
@@ -38,22 +40,17 @@ from deployments.http.openapi_text import (
     video_answers,
 )
 from deployments.http.partial import RangedFile, is_head, ranged
-from deployments.http.routes.clip_events import video_events
 from deployments.http.streams import STREAM_HEADERS, ClientGoneError, start_stream, until_disconnect
 from deployments.http.uploads import as_it_is, read_upload
 from deployments.requests.bodies import ContentQuery, PageQuery, VideoBody
 from deployments.requests.request_errors import RequestError
-from deployments.requests.rules import Requester, RequestRules
+from deployments.requests.rules import NUM_PREVIEWS, Requester, RequestRules
 from deployments.requests.size_choice import clip_seconds
 from deployments.service.interface import ModelCard
 
 STATUS_OF_FAILURES = {"invalid_value": 400, "too_late": 429, "gang_broken": 502, "storage_full": 507}
-MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
-"""Errors of what makes clips."""
 POLL_MS = 500
 """Recommended interval of polling clients."""
-NUM_PREVIEWS = 3
-"""Previews of each clip that are decoded while it runs."""
 
 
 def video_routes(context: ApiContext) -> APIRouter:

@@ -106,8 +106,7 @@ class JobTable:
         return self._spent_s.get(job_id, 0.0)
 
     def open(self, job: Job, retry_after_s: float) -> OpenJob:
-        """Add a job. ``ValueError`` if it is invalid; ``QueueFullError`` if the queue is full, unless ``accepted``."""
-        self.check(job)
+        """Add a job that ``check`` has passed. ``QueueFullError`` if the queue is full, unless it is ``accepted``."""
         num_waiting = self.num_waiting
         if not job.accepted and self.num_open >= self._config.max_running_jobs + self._config.max_waiting_jobs:
             self.refuse(QueueFullError(num_waiting, retry_after_s))

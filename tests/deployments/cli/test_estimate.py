@@ -86,9 +86,11 @@ def test_tokens_of_what_comes_along_are_counted(model: str, expected: dict[str, 
     for one in inputs.values():
         assert one["step_ms"] > plain["total_ms"]
         assert one["rank_bytes"] > plain["memory_bytes"]
-    if len(expected) > 1:
-        told = estimate("--model", model, "--machine", "h200").stdout
-        assert all(f"with {name}: " in told for name in expected)
+
+
+def test_what_comes_along_is_in_the_table() -> None:
+    told = estimate("--model", "FLUX.2-klein-4B", "--machine", "h200").stdout
+    assert all(f"with {name}: " in told for name in ("1 picture", "4 pictures"))
 
 
 def test_weights_are_divided_where_whole_ones_do_not_fit(tmp_path: Path) -> None:
@@ -357,9 +359,10 @@ def test_both_passes_of_a_request_are_counted() -> None:
     assert request["total_s"] == pytest.approx(request["encode_s"] + steps_s + request["decode_s"])
     assert memory["steps"] == large["memory"]["gib"]["steps"] > small["memory"]["gib"]["steps"]
     assert request["decode_s"] == large["request"]["decode_s"]
-    usual = document(*named, "--second-stage-sigmas", SIGMAS)
-    assert (usual["size"], usual["request"]) == ("1536x1024", request)
-    assert "30 steps x " in estimate(*named, "--second-stage-sigmas", SIGMAS).stdout
+    usual = estimate(*named, "--second-stage-sigmas", SIGMAS).stdout
+    each_ms = (1e3 * request["step_s"], 1e3 * request["second_step_s"])
+    assert "LTX-2, 1536x1024, 121 frames" in usual
+    assert "30 steps x {:.1f} ms + 3 steps x {:.1f} ms".format(*each_ms) in usual
 
 
 def test_a_second_pass_without_an_upsampler_is_a_mistake() -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
+import httpx
 import pytest
 
 from deployments.door import haproxy
-from tests.deployments.door.support import Backend
+from tests.deployments.door.support import Backend, doored, served
 from tests.support.patience import PATIENCE_S
 
 
@@ -17,3 +20,9 @@ def patient_checks(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def backend() -> Backend:
     return Backend()
+
+
+@pytest.fixture
+def client(backend: Backend) -> Iterator[httpx.Client]:
+    with served(backend) as address, doored(address) as (_, client):
+        yield client

@@ -22,12 +22,6 @@ from tests.support.patience import PATIENCE_S
 IMAGES = "/v1/images/generations"
 
 
-@pytest.fixture
-def client(backend: Backend) -> Iterator[httpx.Client]:
-    with served(backend) as address, doored(address) as (_, client):
-        yield client
-
-
 def test_requests_and_answers_pass(client: httpx.Client) -> None:
     answer = client.post(IMAGES, content=b"a" * 300_000)
     assert answer.status_code == 200

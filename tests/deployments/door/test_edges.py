@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler
 
@@ -23,12 +22,6 @@ from tests.deployments.support.live import wait_until
 from tests.support.patience import PATIENCE_S
 
 IMAGES = "/v1/images/generations"
-
-
-@pytest.fixture
-def client(backend: Backend) -> Iterator[httpx.Client]:
-    with served(backend) as address, doored(address) as (_, client):
-        yield client
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE"])

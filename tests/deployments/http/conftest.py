@@ -24,6 +24,7 @@ from deployments.http.settings import ApiSettings
 from deployments.requests.prompt_enhancer import PromptEnhancers
 from deployments.usage.api_keys import KeyRing
 from tests.deployments.clips.support.runs import QUICK, with_tables
+from tests.deployments.http.support.chromium import Chromium, chromium
 from tests.deployments.http.support.late_fields import late_fields
 from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
@@ -137,3 +138,9 @@ def watch(first_bytes: asyncio.Event) -> Watch:
 def url(api: FastAPI) -> Iterator[str]:
     with serving(api) as url:
         yield url
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
+    with chromium(tmp_path_factory.mktemp("browser")) as browser:
+        yield browser

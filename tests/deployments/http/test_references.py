@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,7 +9,6 @@ import openai
 import pytest
 
 from pipelines.request import InputPicture, InputPictures
-from tests.deployments.http.conftest import build, serving
 from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support.fake_service import FakeService
@@ -28,15 +25,6 @@ ONE = InputPictures(pictures=(InputPicture.of(PICTURE),))
 @pytest.fixture
 def service() -> FakeService:
     return FakeService(takes_pictures=True)
-
-
-@pytest.fixture
-def official(service: FakeService, tmp_path: Path) -> Iterator[openai.OpenAI]:
-    with (
-        serving(build(service, tmp_path)) as url,
-        openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
-    ):
-        yield client
 
 
 def test_a_clip_of_the_official_client(official: openai.OpenAI, service: FakeService) -> None:

@@ -3,30 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.support.fake_service import FakeService
 
 ENOUGH = {"num_inference_steps": 12}
-
-
-@pytest.fixture
-def service() -> FakeService:
-    return FakeService()
-
-
-@pytest.fixture
-async def client(service: FakeService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(service, tmp_path)) as client:
-        yield client
 
 
 @pytest.mark.parametrize(("fields", "mode"), [({}, "off"), ({"cache": None}, "off"), ({"cache": "fast"}, "fast")])

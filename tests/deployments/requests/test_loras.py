@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import openai
 import pytest
 
 from pipelines.request import Lora
-from tests.deployments.http.conftest import build, client_of, serving
+from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.routes.test_images import IMAGES
 from tests.deployments.http.routes.test_videos import finished
 from tests.deployments.support.fake_service import FakeService
@@ -24,18 +23,6 @@ LORAS = {"fake-pictures": (WATERCOLOUR, INK), "fake-clips": (Lora(name="slow"),)
 @pytest.fixture
 def service() -> FakeService:
     return FakeService(loras=LORAS, aliases={"fake-pictures": ("dall-e-3",)})
-
-
-@pytest.fixture
-async def client(service: FakeService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(service, tmp_path)) as client:
-        yield client
-
-
-@pytest.fixture
-def url(service: FakeService, tmp_path: Path) -> Iterator[str]:
-    with serving(build(service, tmp_path)) as url:
-        yield url
 
 
 ASKED: dict[str, tuple[dict[str, Any], tuple[Lora, ...]]] = {

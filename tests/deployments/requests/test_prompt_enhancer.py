@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Sized
+from collections.abc import Iterator, Sized
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -59,12 +59,6 @@ def enhancers(endpoint: ChatEndpoint, service: FakeService, **config: Any) -> Pr
 @pytest.fixture
 def api(service: FakeService, endpoint: ChatEndpoint, tmp_path: Path) -> FastAPI:
     return build(service, tmp_path, enhancers=enhancers(endpoint, service, api_key_variable="KEY"))
-
-
-@pytest.fixture
-async def client(api: FastAPI) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(api) as client:
-        yield client
 
 
 def prompts(service: FakeService) -> list[str]:

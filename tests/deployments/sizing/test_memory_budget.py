@@ -381,17 +381,26 @@ def test_costs_are_those_of_a_known_card_of_that_size(
     assert machine_like(memory_gib) == "rtx-4090"
 
 
-def test_recipes_with_a_second_pass_count_its_steps_and_the_upsampler() -> None:
+def test_recipes_with_a_second_pass_count_its_steps_and_the_upsampler(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without sizes to prepare, the result has the size of a second pass over the model's default one."""
-    one = {"path": "LTX-2", "memory_gib": 141, "denoiser": ONE_RANK}
-    plain, two = model(name="ltx", **one), model(name="ltx", recipes={"two-stages": {}}, **one)
-    large = {**one, "denoiser": {**ONE_RANK, "warm_sizes": ["1536x1024"]}}
-    small, staged, same = (budget_of(each).num_bytes for each in (plain, two, model(name="ltx", **large)))
-    assert small < staged == same
-    beyond = model(
-        name="ltx", recipes={"two-stages": {}}, **{**one, "denoiser": {**ONE_RANK, "warm_sizes": ["736x480"]}}
-    )
-    assert budget_of(beyond).num_bytes < small, "no result of two passes has this size"
+    opened, own = list[str](), Checkpoint.of_configuration
+
+    def of_configuration(source: str, *args: Any) -> Checkpoint:
+        opened.append(source)
+        return own(source, *args)
+
+    def num_bytes(*recipes: str, sizes: tuple[str, ...] = ()) -> int:
+        each: dict[str, Any] = {"recipes": {name: {} for name in recipes}}
+        denoiser = {**ONE_RANK, "warm_sizes": sizes}
+        return budget_of(model(name="ltx", path="LTX-2", memory_gib=141, denoiser=denoiser, **each)).num_bytes
+
+    monkeypatch.setattr(Checkpoint, "of_configuration", of_configuration)
+    small = num_bytes()
+    num_opened = len(opened)
+    staged = num_bytes("two-stages")
+    assert len(opened) == 2 * num_opened > 0, "no further checkpoint is opened"
+    assert small < staged == num_bytes(sizes=("1536x1024",))
+    assert num_bytes("two-stages", sizes=("736x480",)) < small, "no result of two passes has this size"
 
 
 def test_both_passes_of_a_request_are_predicted() -> None:
@@ -407,23 +416,6 @@ def test_both_passes_of_a_request_are_predicted() -> None:
     budget = Budget(memory_gib=141, num_bytes=0, host_bytes=0, savings=())
     assert predicted_s(two, budget, large, 20) == pytest.approx(both.times.total_s)
     assert predicted_s(two, budget, single, 20) == predicted_s(plain, budget, single, 20)
-
-
-def test_a_model_with_a_second_pass_is_opened_as_often_as_any(monkeypatch: pytest.MonkeyPatch) -> None:
-    path = {"path": "LTX-2", "memory_gib": 141, "denoiser": {**ONE_RANK, "warm_sizes": ["736x480"]}}
-    opened, own = list[str](), Checkpoint.of_configuration
-
-    def of_configuration(source: str, *args: Any) -> Checkpoint:
-        opened.append(source)
-        return own(source, *args)
-
-    monkeypatch.setattr(Checkpoint, "of_configuration", of_configuration)
-    numbers = []
-    for names in ((), ("two-stages",)):
-        budget_of(model(name="ltx", recipes={name: {} for name in names}, **path))
-        numbers.append(len(opened))
-        opened.clear()
-    assert numbers[0] == numbers[1] > 0
 
 
 def test_seconds_of_savings_count_the_steps_of_both_passes() -> None:

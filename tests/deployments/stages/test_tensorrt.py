@@ -65,7 +65,6 @@ def model_config(**denoiser: Any) -> ModelConfig:
         ({"precision": "fp16"}, "native computes in the model's dtype, so set that to float16"),
         ({"attention": "fp8"}, "TensorRT computes attention in the model's dtype: leave attention out, or use engine"),
         ({"gpus_per_rank": 0}, "give each rank one, or use engine: torch"),
-        ({"tensorrt": {"sizes": ["64x64"]}}, "the key sizes is denoiser.warm_sizes now"),
         ({"tensorrt": {"weights": "elsewhere"}}, "weights"),
         ({"tensorrt": {"plans": "here"}}, "plans"),
     ],

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from deployments.http.answers import Video
-from deployments.http.routes.clip_events import is_news
+from deployments.http.clip_events import is_news
 from engines.gang.errors import QueueFullError, TooLateError
 from pipelines.request import MediaRequest
 from tests.deployments.http.conftest import Watch, build, client_of

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +34,6 @@ URLS = [data_url(one) for one in FILES]
 @pytest.fixture
 def service() -> FakeService:
     return FakeService(takes_pictures=True)
-
-
-@pytest.fixture
-def official(url: str) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
-        yield client
 
 
 def inputs_of(service: FakeService) -> InputPictures:
@@ -105,12 +98,6 @@ def test_a_stream_of_the_official_client(official: openai.OpenAI) -> None:
     completed = Image.open(io.BytesIO(base64.b64decode(events[-1].b64_json)))
     assert completed.getpixel((5, 5)) == colour(7)
     assert events[-1].usage.total_tokens == 0
-
-
-@pytest.fixture
-async def client(service: FakeService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(service, tmp_path)) as client:
-        yield client
 
 
 JSON_BODIES = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import io
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from deployments.cli.client import Client
 from deployments.cli.generate import Inputs, generate
 from deployments.requests.handle import handle_request
 from deployments.requests.request_errors import RequestError
-from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.test_errors import error_of
 from tests.deployments.support.fake_service import FakeService, colour
 from tests.deployments.support.files import data_url, file_of, noise
@@ -30,12 +28,6 @@ BODY = {"model": "fake-layers", "image": data_url(FILE), "seed": 7}
 @pytest.fixture
 def service() -> FakeService:
     return FakeService(takes_pictures=True, takes_apart=True)
-
-
-@pytest.fixture
-async def client(service: FakeService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(service, tmp_path)) as client:
-        yield client
 
 
 def opacity(data: bytes) -> int:

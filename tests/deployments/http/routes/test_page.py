@@ -6,19 +6,15 @@ import json
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from deployments.requests.bodies import EditBody, ImageBody, VideoBody
-from deployments.requests.model_choice import choose_card
-from deployments.requests.rules import Requester, RequestRules
+from deployments.requests.bodies import EditBody, VideoBody
 from pipelines.defaults import Defaults
-from pipelines.request import NO_PICTURES, MediaKind
 from tests.deployments.http.conftest import build
 from tests.deployments.http.support.browser import ASSETS, PAGE, SCRIPT, WEB, Form, needs_node, run_page
-from tests.deployments.support.fake_service import BEGUN_CLIPS, BOTH, CLIPS, EDITS, LAYERS, PICTURES, FakeService
+from tests.deployments.support.fake_service import BEGUN_CLIPS, CLIPS, EDITS, LAYERS, PICTURES, FakeService
 
 
 def test_nothing_comes_from_elsewhere() -> None:
@@ -85,134 +81,6 @@ def test_a_browser_lets_the_defaults_of_a_model_be_sent(tmp_path: Path, defaults
         assert low <= float(field["value"]) <= high, name
 
 
-SEND = """
-globalThis.createImageBitmap = async () => ({ width: 4000, height: 1000 });
-fields.image.files = [new File(["one"], "a.png"), new File(["two"], "b.png")];
-fields.mask.files = [new File(["mask"], "c.png")];
-Object.assign(fields.strength, { value: "0.5" });
-takeShape().then(() => {
-  const model = models.get("m");
-  const entries = [...formOf(wanted(model), chosenFiles(model)).entries()];
-  console.log(JSON.stringify(entries.map(([name, value]) => [name, value.name ?? value])));
-});
-"""
-
-
-@needs_node
-@pytest.mark.parametrize("defaults", [EDITS, BEGUN_CLIPS, PICTURES], ids=["edits", "begun clips", "pictures"])
-def test_chosen_pictures_are_sent_as_files(tmp_path: Path, defaults: Defaults) -> None:
-    sent = run_page(tmp_path, SEND, defaults)
-    pictures = [(name, value) for name, value in sent if name in ("image", "input_reference", "mask")]
-    assert (
-        pictures
-        == {
-            EDITS: [("image", "a.png"), ("image", "b.png"), ("mask", "c.png")],
-            BEGUN_CLIPS: [("input_reference", "a.png"), ("input_reference", "b.png")],
-            PICTURES: [],
-        }[defaults]
-    )
-    fields = dict(sent)
-    shape = "128x32" if defaults.max_pictures else "64x64"
-    assert fields["size"] == shape, "in the shape of the first picture, if one is sent"
-    assert ("strength" in fields) == defaults.takes_strength
-
-
-DROP = """
-globalThis.createImageBitmap = async () => ({ width: 4000, height: 1000 });
-globalThis.DataTransfer = class {
-  files = [];
-  items = { add: (file) => this.files.push(file) };
-};
-const onLabel = (field) => ({ closest: () => ({ querySelector: () => field }) });
-const beside = { closest: () => null };
-const told = [];
-function drop(target, names, types = ["Files"]) {
-  const files = names.map((name) => new File(["one"], name, { type: `image/${name.split(".")[1]}` }));
-  const event = { target, dataTransfer: { types, files }, preventDefault() { this.isKept = true; } };
-  document.ondragover(event);
-  const over = [event.isKept ?? false, event.dataTransfer.dropEffect ?? null];
-  delete event.isKept;
-  document.ondrop(event);
-  told.push([...over, event.isKept ?? false]);
-}
-DROPS
-const names = (field) => [...(field.files ?? [])].map((file) => file.name);
-const note = gallery.querySelector("p")?.textContent ?? "";
-const seen = { told, image: names(fields.image), mask: names(fields.mask), note };
-setImmediate(() => console.log(JSON.stringify({ ...seen, size: `${fields.width.value}x${fields.height.value}` })));
-"""
-
-
-def dropped(folder: Path, drops: str, defaults: Defaults) -> Any:
-    """Return whether the page takes each drop of files from the browser, and how the pointer looks."""
-    return run_page(folder, DROP.replace("DROPS", drops), defaults)
-
-
-@needs_node
-def test_files_go_where_they_are_dropped(tmp_path: Path) -> None:
-    drops = """
-    drop(beside, ["a.png", "b.webp"]);
-    drop(onLabel(fields.mask), ["c.png"]);
-    drop(onLabel(null), [], ["text/plain"]);
-    """
-    seen = dropped(tmp_path, drops, EDITS)
-    assert seen["told"] == [[True, "copy", True], [True, "copy", True], [False, None, False]]
-    assert (seen["image"], seen["mask"]) == (["a.png", "b.webp"], ["c.png"])
-    assert seen["size"] == "128x32", "the shape of the picture"
-
-
-@needs_node
-@pytest.mark.parametrize(
-    ("defaults", "drops", "note", "effect"),
-    [
-        (EDITS, 'drop(beside, ["a.png", "b.gif"]);', "b.gif is no PNG, JPEG or WebP picture", "copy"),
-        (BEGUN_CLIPS, 'drop(beside, ["a.png", "b.png"]);', "one picture is taken here: drop one", "copy"),
-        (EDITS, 'drop(onLabel(fields.mask), ["a.png", "b.png"]);', "one picture is taken here: drop one", "copy"),
-        (PICTURES, 'drop(beside, ["a.png"]);', "", "none"),
-    ],
-)
-def test_no_file_is_opened_that_cannot_be_taken(
-    tmp_path: Path, defaults: Defaults, drops: str, note: str, effect: str
-) -> None:
-    seen = dropped(tmp_path, drops, defaults)
-    assert seen["told"] == [[True, effect, True]]
-    assert (seen["image"], seen["mask"]) == ([], [])
-    if note:
-        assert seen["note"] == note
-
-
-MAKE = """
-making.value = "KIND";
-making.onchange();
-const model = chosenModel();
-const numbers = ["n", "num_frames", "fps", "width"].filter((name) => !fields[name].disabled);
-const shown = { kind: model.kind, isHidden: making.disabled, numbers, body: wanted(model) };
-console.log(JSON.stringify({ ...shown, files: chosenFiles(model).length }));
-"""
-
-
-@needs_node
-@pytest.mark.parametrize(("kind", "size"), [("video", "32x32"), ("image", "96x64")])
-def test_of_a_model_of_both_one_says_what_to_make(tmp_path: Path, kind: MediaKind, size: str) -> None:
-    shown = run_page(tmp_path, MAKE.replace("KIND", kind), BOTH)
-    assert (shown["kind"], shown["isHidden"], shown["files"]) == (kind, False, 0)
-    assert shown["numbers"] == (["num_frames", "fps", "width"] if kind == "video" else ["n", "width"])
-    assert shown["body"]["size"] == size
-    assert ("fps" in shown["body"], "n" in shown["body"]) == (kind == "video", kind == "image")
-    body = shown["body"] | {"prompt": "a", "model": "fake-both"}
-    card = choose_card(FakeService(makes_both=True).cards(), "fake-both", kind)
-    sent = (VideoBody if kind == "video" else ImageBody).model_validate(body)
-    assert RequestRules(card).check(sent, NO_PICTURES, Requester(request_id="id")).kind == kind
-
-
-@needs_node
-@pytest.mark.parametrize("defaults", [CLIPS, PICTURES], ids=["clips", "pictures"])
-def test_a_model_of_one_kind_leaves_no_choice(tmp_path: Path, defaults: Defaults) -> None:
-    for kind in ("video", "image"):
-        shown = run_page(tmp_path, MAKE.replace("KIND", kind), defaults)
-        assert (shown["kind"], shown["isHidden"]) == (defaults.kind, True)
-
-
 DRAW = """
 const made = [], errors = [];
 makeCard = () => {
@@ -241,12 +109,3 @@ def test_each_layer_has_a_card(tmp_path: Path) -> None:
     seen = run_page(tmp_path, DRAW.replace("EVENTS", json.dumps([*progress, *layers])), LAYERS)
     cards = [["step of 0", "gone"], ["step of 0", "0.1"], ["step of 1", "1.0"], ["step of 1", "1.1"]]
     assert seen == [cards, ["the stream ended early"]]
-
-
-@needs_node
-@pytest.mark.parametrize(("defaults", "size", "is_required"), [(LAYERS, "128x32", False), (EDITS, "48x16", True)])
-def test_a_small_picture_and_no_words(tmp_path: Path, defaults: Defaults, size: str, is_required: bool) -> None:
-    small = SEND.replace("width: 4000, height: 1000", "width: 48, height: 12")
-    assert dict(run_page(tmp_path, small, defaults))["size"] == size
-    fields = run_page(tmp_path, "console.log(JSON.stringify(fields));", defaults)
-    assert fields["prompt"]["required"] is is_required

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 from deployments.http.drain import Drain
 from pipelines.request import MediaRequest
 from tests.deployments.http.conftest import build, serving
-from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
+from tests.deployments.http.support.chromium import CONTROL, Chromium, needs_chromium
 from tests.deployments.support.fake_service import FakeService
 
 pytestmark = needs_chromium
@@ -32,12 +31,6 @@ COLOURS = """
 ["", "::placeholder"].map((part) => getComputedStyle(fields.prompt, part || null).color)
   .concat(getComputedStyle(fields.prompt).backgroundColor)
 """
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    with chromium(tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import base64
+import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from pipelines.recipes import Recipe
 from pipelines.request import Lora, MediaRequest
 from pipelines.solver import SolverLimits
 from tests.deployments.http.conftest import build, serving
-from tests.deployments.http.support.chromium import CONTROL, Chromium, chromium, needs_chromium
+from tests.deployments.http.support.chromium import CONTROL, Chromium, needs_chromium
 from tests.deployments.http.support.page_steps import fill, press, send, shown_error, take, written
 from tests.deployments.support.fake_service import CHANGED_CLIPS, CLIPS, PICTURES, REFERRED_CLIPS, FakeService
 from tests.deployments.support.files import file_of, noise
@@ -25,6 +27,7 @@ from tests.deployments.support.files import file_of, noise
 pytestmark = needs_chromium
 
 NUM_FRAMES = 11
+WIDE, SMALL = (400, 100), (48, 12)
 INK = Lora(name="ink", scale=0.8)
 RECIPES = {
     "quick": Recipe(num_inference_steps=2, guidance_scale=1.5),
@@ -49,12 +52,6 @@ class Service(FakeService):
         pictures = replace(pictures, defaults=defaults, recipes=RECIPES, loras=(INK,), runtime_loras=limits)
         cards["fake-pictures"] = pictures
         return cards
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    with chromium(tmp_path_factory.mktemp("browser")) as browser:
-        yield browser
 
 
 @pytest.fixture
@@ -91,28 +88,29 @@ def generate(page: Chromium, service: FakeService) -> MediaRequest:
     return service.performed[-1]
 
 
-@pytest.mark.parametrize(
-    ("model", "shown"),
-    [
-        ("fake-pictures", ["recipe"]),
-        ("fake-clips", []),
-        ("fake-edits", ["image", "mask", "strength"]),
-        ("fake-begun-clips", ["image", "frame_indices"]),
-        ("fake-changed-clips", ["video", "strength"]),
-        ("fake-continued-clips", ["video"]),
-        ("fake-controlled", ["control_image", *CONTROLS]),
-        ("fake-both", ["image"]),
-        ("fake-referred-clips", ["image", "video"]),
-    ],
-)
-def test_a_model_shows_what_it_takes_and_nothing_else(page: Chromium, model: str, shown: list[str]) -> None:
+SHOWN_INPUTS = {
+    "fake-pictures": ["recipe"],
+    "fake-clips": [],
+    "fake-edits": ["image", "mask", "strength"],
+    "fake-begun-clips": ["image", "frame_indices"],
+    "fake-changed-clips": ["video", "strength"],
+    "fake-continued-clips": ["video"],
+    "fake-controlled": ["control_image", *CONTROLS],
+    "fake-both": ["image"],
+    "fake-referred-clips": ["image", "video"],
+}
+
+
+def test_a_model_shows_what_it_takes_and_nothing_else(page: Chromium) -> None:
     """It stays within the form's width, however long a model's prompts are."""
-    page.evaluate(f"models.get('{model}').prompts = ['a very long prompt '.repeat(20)]")
-    take(page, model)
-    assert page.evaluate(SHOWN) == shown
-    assert page.evaluate("adapters.checkVisibility()") is (model == "fake-pictures")
-    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-    assert page.evaluate("form.scrollWidth <= form.clientWidth")
+    for model, shown in SHOWN_INPUTS.items():
+        page.evaluate(f"models.get('{model}').prompts = ['a very long prompt '.repeat(20)]")
+        take(page, model)
+        assert page.evaluate(SHOWN) == shown, model
+        assert page.evaluate("making.disabled") is (model != "fake-both"), model
+        assert page.evaluate("adapters.checkVisibility()") is (model == "fake-pictures"), model
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth"), model
+        assert page.evaluate("form.scrollWidth <= form.clientWidth"), model
 
 
 def test_a_model_of_clips_draws_pictures_of_words_alone(page: Chromium) -> None:
@@ -205,6 +203,26 @@ def test_a_picture_of_ours_is_an_input_as_a_file(page: Chromium, service: FakeSe
     assert page.evaluate("[fields.image.files.length, document.activeElement.name]") == [0, "image"]
 
 
+def test_pictures_are_sent_with_their_mask_and_in_their_shape(
+    page: Chromium, service: FakeService, tmp_path: Path
+) -> None:
+    take(page, "fake-edits")
+    assert page.evaluate("fields.prompt.required")
+    wide, other, mask, small = (
+        written(tmp_path / f"{index}.png", file_of(noise(*size, mode, seed=index)))
+        for index, (size, mode) in enumerate(((WIDE, "RGB"), (WIDE, "RGB"), (WIDE, "RGBA"), (SMALL, "RGB")))
+    )
+    page.choose("fields.image", wide, other)
+    page.choose("fields.mask", mask)
+    page.wait_for("fields.width.value === '128'")
+    fill(page, strength=0.5)
+    request = generate(page, service)
+    assert (request.num_pictures, request.has_mask, request.strength) == (2, True, 0.5)
+    assert (request.width, request.height) == (128, 32), "smaller"
+    page.choose("fields.image", small)
+    page.wait_for("fields.width.value === '48' && fields.height.value === '16'")
+
+
 def test_a_control_picture_with_its_weight_and_steps(page: Chromium, service: FakeService, picture: Path) -> None:
     take(page, "fake-controlled")
     page.press("Enter", CONTROL)
@@ -285,17 +303,64 @@ def test_adapters_are_named_added_and_deleted(page: Chromium, service: FakeServi
     assert generate(page, service).loras == (replace(INK, scale=0.7),)
 
 
+DROP = """(target, names, content) => {
+  const data = Uint8Array.from(atob(content), (one) => one.charCodeAt(0));
+  const types = { png: "image/png", webp: "image/webp", gif: "image/gif", mp4: "video/mp4" };
+  const brought = new DataTransfer();
+  for (const name of names) brought.items.add(new File([data], name, { type: types[name.split(".")[1]] }));
+  if (!names.length) brought.setData("text/plain", "a");
+  Object.defineProperty(brought, "dropEffect", { value: "none", writable: true });  // a script's own ignores changes
+  const taken = ["dragover", "drop"].map((kind) => {
+    const event = new DragEvent(kind, { dataTransfer: brought, bubbles: true, cancelable: true });
+    return !target.dispatchEvent(event);
+  });
+  return [...taken, brought.dropEffect];
+}"""
+NAMES = "[fields.image, fields.mask].map((field) => [...field.files].map((file) => file.name))"
+
+
+def drop(page: Chromium, target: str, *names: str) -> list[Any]:
+    """Return whether the page takes files, or else a text, from the browser, and how the pointer looks."""
+    content = base64.b64encode(file_of(noise(64, 48))).decode()
+    taken: list[Any] = page.evaluate(f"({DROP})({target}, {json.dumps(names)}, '{content}')")
+    return taken
+
+
 def test_dropped_files_go_where_they_are_taken(page: Chromium) -> None:
     take(page, "fake-changed-clips")
-    drop = """
-    const brought = new DataTransfer();
-    brought.items.add(new File(["a"], "NAME", { type: "TYPE" }));
-    document.body.dispatchEvent(new DragEvent("drop", { dataTransfer: brought, bubbles: true }));
-    """
-    page.evaluate(f"{{ {drop.replace('NAME', 'a.png').replace('TYPE', 'image/png')} }}")
+    drop(page, "document.body", "a.png")
     assert shown_error(page) == "a.png is no MP4, MOV, WebM or GIF clip"
-    page.evaluate(f"{{ {drop.replace('NAME', 'a.mp4').replace('TYPE', 'video/mp4')} }}")
+    drop(page, "document.body", "a.mp4")
     assert page.evaluate("fields.video.files[0].name") == "a.mp4"
+    take(page, "fake-edits")
+    assert drop(page, "document.body", "a.png", "b.webp") == [True, True, "copy"]
+    assert drop(page, "fields.mask", "c.png") == [True, True, "copy"]
+    assert drop(page, "fields.mask") == [False, False, "none"]
+    assert page.evaluate(NAMES) == [["a.png", "b.webp"], ["c.png"]]
+    page.wait_for("fields.height.value === '48'")
+
+
+def test_no_file_is_opened_that_cannot_be_taken(page: Chromium) -> None:
+    for model, target, names, error in (
+        ("fake-both", "document.body", ("a.png", "b.png"), "one picture is taken here: drop one"),
+        ("fake-edits", "document.body", ("a.png", "b.gif"), "b.gif is no PNG, JPEG or WebP picture"),
+        ("fake-edits", "fields.mask", ("a.png", "b.png"), "one picture is taken here: drop one"),
+    ):
+        take(page, model)
+        assert drop(page, target, *names) == [True, True, "copy"]
+        assert shown_error(page) == error
+        assert page.evaluate(NAMES) == [[], []]
+    take(page, "fake-pictures")
+    assert drop(page, "document.body", "a.png") == [True, True, "none"]
+
+
+def test_a_model_of_both_makes_what_the_form_says(page: Chromium, service: FakeService) -> None:
+    take(page, "fake-both")
+    for kind, size, numbers in (("video", (32, 32), ["num_frames", "fps"]), ("image", (96, 64), ["n"])):
+        page.evaluate(f"making.value = '{kind}'; making.onchange()")
+        assert page.evaluate("['n', 'num_frames', 'fps'].filter((name) => !fields[name].disabled)") == numbers
+        request = generate(page, service)
+        assert (request.kind, request.width, request.height) == (kind, *size)
 
 
 def test_every_control_of_every_model_has_a_name(page: Chromium, picture: Path, clip: Path) -> None:
@@ -328,21 +393,21 @@ def options_service() -> FakeService:
     return FakeService(takes_apart=True, makes_both=True, enhances_prompts=False, defaults=models)
 
 
+SHOWN_OPTIONS = {
+    "fake-pictures": ["enhance_prompt"],
+    "fake-few": ["enhance_prompt"],
+    "fake-clips": ["scheduler", "cache", "generate_sound", "enhance_prompt"],
+    "fake-layers": ["layers", "cache", "enhance_prompt"],
+    "fake-both": ["cache", "generate_sound", "enhance_prompt"],
+}
+
+
 @pytest.mark.parametrize("service", [options_service()])
-@pytest.mark.parametrize(
-    ("model", "shown"),
-    [
-        ("fake-pictures", ["enhance_prompt"]),
-        ("fake-few", ["enhance_prompt"]),
-        ("fake-clips", ["scheduler", "cache", "generate_sound", "enhance_prompt"]),
-        ("fake-layers", ["layers", "cache", "enhance_prompt"]),
-        ("fake-both", ["cache", "generate_sound", "enhance_prompt"]),
-    ],
-)
-def test_options_are_those_of_the_model(page: Chromium, model: str, shown: list[str]) -> None:
-    take(page, model)
-    assert page.evaluate(OPTIONS) == shown
-    assert page.evaluate("form.scrollWidth <= form.clientWidth")
+def test_options_are_those_of_the_model(page: Chromium) -> None:
+    for model, shown in SHOWN_OPTIONS.items():
+        take(page, model)
+        assert page.evaluate(OPTIONS) == shown, model
+        assert page.evaluate("form.scrollWidth <= form.clientWidth"), model
 
 
 def test_a_server_without_an_enhancer_shows_none(page: Chromium) -> None:
@@ -370,9 +435,12 @@ def test_options_are_sent_where_they_are_chosen(page: Chromium, service: FakeSer
 
 
 @pytest.mark.parametrize("service", [options_service()])
-def test_each_layer_that_is_chosen_has_a_card(page: Chromium, service: FakeService, picture: Path) -> None:
+def test_each_layer_that_is_chosen_has_a_card(page: Chromium, service: FakeService, tmp_path: Path) -> None:
+    """Its model enlarges small pictures, and describes them itself."""
     take(page, "fake-layers")
-    page.choose("fields.image", picture)
+    assert not page.evaluate("fields.prompt.required")
+    page.choose("fields.image", written(tmp_path / "small.png", file_of(noise(*SMALL))))
+    page.wait_for("fields.width.value === '128' && fields.height.value === '32'")
     fill(page, layers=3)
     assert generate(page, service).num_layers == 3
     page.wait_for("gallery.querySelectorAll('a[download]').length === 3")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,12 +51,6 @@ PICTURES = {
 def service() -> FakeService:
     masked = replace(CHANGED_CLIPS, masks_video=True, takes_strength=False, control_scale=1.0)
     return FakeService(takes_clips=True, defaults={MASKED: masked})
-
-
-@pytest.fixture
-async def client(service: FakeService, tmp_path: Path) -> AsyncIterator[httpx.AsyncClient]:
-    async with client_of(build(service, tmp_path)) as client:
-        yield client
 
 
 def columns(service: FakeService) -> np.ndarray[Any, Any]:

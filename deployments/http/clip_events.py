@@ -1,20 +1,54 @@
-"""Progress of a clip, as a stream of events."""
+"""Progress of clips as streams of events; one poll of the database serves all of them."""
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import AsyncGenerator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
+from deployments.clips.clips import Clips
 from deployments.clips.database import ClipRecord
 from deployments.http.answers import Video, VideoEvent
-from deployments.http.clip_poller import ClipPoller
 
 EventName = Literal["video.progress", "video.completed", "video.failed"]
 ENDS: dict[str, EventName] = {"completed": "video.completed", "failed": "video.failed"}
 ETA_NOTICED, ETA_NOTICED_S = 0.1, 1.0
 """Change of the time left, as a share and in seconds, from which it is sent again."""
+
+
+class ClipPoller:
+    """Polls ``clips`` at most every ``poll_s``, while requests wait for a change."""
+
+    def __init__(self, clips: Clips, poll_s: float) -> None:
+        self._clips = clips
+        self._poll_s = poll_s
+        self._waiting: dict[str, asyncio.Future[ClipRecord | None]] = {}
+        self._looking: set[asyncio.Task[None]] = set()
+
+    async def next_poll(self, clip_id: str) -> ClipRecord | None:
+        """Return the clip's record at the next poll; None if it is gone."""
+        if not self._waiting:
+            task = asyncio.create_task(self._look())
+            self._looking.add(task)  # the event loop itself holds tasks weakly
+            task.add_done_callback(self._looking.discard)
+        if clip_id not in self._waiting:
+            self._waiting[clip_id] = asyncio.get_running_loop().create_future()
+        return await asyncio.shield(self._waiting[clip_id])  # others wait for it as well
+
+    async def _look(self) -> None:
+        await asyncio.sleep(self._poll_s)
+        waiting, self._waiting = self._waiting, {}
+        try:
+            clips = await self._clips.get_all(waiting)
+        except Exception as failure:
+            for future in waiting.values():
+                future.set_exception(failure)
+                future.exception()  # looked at, should the watchers be gone
+            return
+        for clip_id, future in waiting.items():
+            future.set_result(clips.get(clip_id))
 
 
 async def video_events(
