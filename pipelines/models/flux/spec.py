@@ -61,6 +61,7 @@ MAKERS_LAYERS: MakersLayers = {
     rf"{MAKERS_SINGLE}linear1": (*(f"{OWN_SINGLE}attn.to_{one}" for one in "qkv"), f"{OWN_SINGLE}proj_mlp"),
     rf"{MAKERS_SINGLE}linear2": (f"{OWN_SINGLE}proj_out",),
     rf"{MAKERS_SINGLE}modulation\.lin": (f"{OWN_SINGLE}norm.linear",),
+    rf"{MAKERS_SINGLE}norm\.(q|k)[a-z]+_norm": (rf"{OWN_SINGLE}attn.norm_\2",),
     "img_in": ("x_embedder",),
     "txt_in": ("context_embedder",),
     **embedder("time_in", "timestep_embedder"),
