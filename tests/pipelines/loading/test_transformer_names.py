@@ -86,6 +86,45 @@ HUNYUAN = {
     **LAST,
 }
 """Layers in ComfyUI's names, as its classes ``Flux`` and ``HunyuanVideo`` save them, and in diffusers'."""
+STUDIO_DUAL = {
+    "attn.a_to_qkv": "attn.to_q attn.to_k attn.to_v",
+    "attn.b_to_qkv": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
+    "attn.norm_q_a": "attn.norm_q",
+    "attn.norm_k_a": "attn.norm_k",
+    "attn.norm_q_b": "attn.norm_added_q",
+    "attn.norm_k_b": "attn.norm_added_k",
+    "attn.a_to_out": "attn.to_out.0",
+    "attn.b_to_out": "attn.to_add_out",
+    "ff_a.0": "ff.net.0.proj",
+    "ff_a.2": "ff.net.2",
+    "ff_b.0": "ff_context.net.0.proj",
+    "ff_b.2": "ff_context.net.2",
+    "norm1_a.linear": "norm1.linear",
+    "norm1_b.linear": "norm1_context.linear",
+}
+STUDIO_SINGLE = {
+    "to_qkv_mlp": "attn.to_q attn.to_k attn.to_v proj_mlp",
+    "norm_q_a": "attn.norm_q",
+    "norm_k_a": "attn.norm_k",
+    "norm.linear": "norm.linear",
+    "proj_out": "proj_out",
+}
+STUDIO = {
+    **inside("blocks.0.", "transformer_blocks.0.", STUDIO_DUAL),
+    **inside("single_blocks.0.", "single_transformer_blocks.0.", STUDIO_SINGLE),
+    **{
+        f"{theirs}.{end}": f"time_text_embed.{own}.linear_{number}"
+        for theirs, own in (
+            ("time_embedder.timestep_embedder", "timestep_embedder"),
+            ("guidance_embedder.timestep_embedder", "guidance_embedder"),
+            ("pooled_text_embedder", "text_embedder"),
+        )
+        for end, number in ((0, 1), (2, 2))
+    },
+    "final_norm_out.linear": "norm_out.linear",
+    "final_proj_out": "proj_out",
+}
+"""Layers in the names of DiffSynth-Studio's class ``FluxDiT``."""
 TENCENT = {
     r"mlp\.0": "mlp.fc1",
     r"mlp\.2": "mlp.fc2",
@@ -110,7 +149,7 @@ def in_layers(own: Tensors, layers: Mapping[str, str], norm: str = "weight") -> 
             if rows:
                 key = f"{theirs}.{norm if theirs.endswith(('query_norm', 'key_norm')) else end}"
                 written[key] = torch.cat(rows)
-                if "final_layer.adaLN" in theirs:
+                if names == "norm_out.linear" and theirs.startswith("final"):
                     written[key] = torch.cat(written[key].chunk(2)[::-1])
     return written | rest
 
@@ -154,6 +193,7 @@ HUNYUAN_FILE = partial(in_layers, layers=HUNYUAN)
 FILES: dict[str, tuple[str, Mapping[str, Any], Callable[[Tensors], Tensors]]] = {
     "FLUX.1": ("FluxTransformer2DModel", FLUX_SIZES, partial(in_layers, layers=FLUX, norm="scale")),
     "FLUX.1, saved by ComfyUI": ("FluxTransformer2DModel", FLUX_SIZES, partial(in_layers, layers=FLUX)),
+    "FLUX.1, DiffSynth-Studio": ("FluxTransformer2DModel", FLUX_SIZES, partial(in_layers, layers=STUDIO)),
     "HunyuanVideo 1.5": (
         "HunyuanVideo15Transformer3DModel",
         HUNYUAN_SIZES,
