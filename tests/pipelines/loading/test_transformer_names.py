@@ -176,7 +176,12 @@ IDEOGRAM_SIZES: dict[str, Any] = {
     "intermediate_size": 8,
 }
 IDEOGRAM_SIZES |= {"in_channels": 4, "adaln_dim": 4, "llm_features_dim": 6, "mrope_section": (2, 1, 1)}
-LTX_SIZES = {"num_attention_heads": 2, "attention_head_dim": 8, "cross_attention_dim": 16, "num_layers": 1}
+LTX_SIZES: dict[str, Any] = {
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "cross_attention_dim": 16,
+    "num_layers": 1,
+}
 LTX_SIZES |= {"audio_num_attention_heads": 2, "audio_attention_head_dim": 4, "audio_cross_attention_dim": 8}
 LTX_SIZES |= {"in_channels": 4, "audio_in_channels": 4, "cross_attn_mod": True, "audio_cross_attn_mod": True}
 LTX_SIZES |= {"use_prompt_embeddings": False}

@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import LTX2VideoTransformer3DModel
 from diffusers.loaders.lora_conversion_utils import swap_scale_shift
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipelines.lora.translation import translate_weights
+from tests.pipelines.loading.test_transformer_names import LTX_SIZES
 from tests.pipelines.lora.support.keys import RANK, Tensors, added, check, pair, plain, product, written
 
 
@@ -137,6 +140,17 @@ def test_differences_of_all_kinds_in_the_makers_names(small: Callable[[str], Pat
                 tensors[f"diffusion_model.{layer}{mark}"] = change = torch.randn(torch.cat(own).shape)
                 expected |= divided(model, names, base, change, end)
     check(added(folder, written(tensors, tmp_path)), expected)
+
+
+@pytest.mark.parametrize("stream", ["", "audio_"])
+def test_modulation_by_prompts_in_its_makers_names(stream: str) -> None:
+    """LTX-2.3's, which diffusers' translation lacks."""
+    module = LTX2VideoTransformer3DModel(**LTX_SIZES)
+    theirs, own = f"{stream}prompt_adaln_single.linear.weight", f"{stream}prompt_adaln.linear.weight"
+    value = torch.randn(module.get_parameter(own).shape)
+    ((name, read, source),) = translate_weights({theirs: value}, module)
+    assert (name, source) == (own, theirs)
+    assert torch.equal(read, value)
 
 
 TEXTS = {
