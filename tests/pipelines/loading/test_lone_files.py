@@ -230,10 +230,10 @@ def ltx2(num_up: int) -> Any:
     down: dict[str, Any] = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5, "latent_channels": 4}
     down["downsample_type"] = ("spatial", "temporal", "spatiotemporal", "spatiotemporal")
     every, blocks = (True,) * num_up, (1,) * (num_up + 1)
-    up = {"decoder_block_out_channels": (8,) * num_up, "decoder_layers_per_block": blocks, "upsample_factor": every}
+    up: dict[str, Any] = {"decoder_block_out_channels": (8,) * num_up, "decoder_layers_per_block": blocks}
     up |= {"decoder_inject_noise": (False,) * (num_up + 1), "upsample_residual": (False,) * num_up}
     up |= {"decoder_spatio_temporal_scaling": every, "upsample_type": ("spatiotemporal",) * num_up}
-    return shake(AutoencoderKLLTX2Video(**down, **up, spatio_temporal_scaling=(True,) * 4))
+    return shake(AutoencoderKLLTX2Video(**down, **up, spatio_temporal_scaling=(True,) * 4, upsample_factor=every))
 
 
 def as_lightricks_has_it(vae: Tensors) -> Tensors:
