@@ -24,7 +24,7 @@ from engines.parallel.collectives import Axis
 from engines.parallel.file_reading import Span, SpanReader
 from engines.parallel.mesh import ALONE
 from engines.parallel.weight_files import metadata_of, tensor_names
-from engines.quantization.scaled_files import find_groups, find_scales, multiplied
+from engines.quantization.scaled_files import find_formats, find_scales, scaled_weight
 
 DTYPES: Mapping[str, torch.dtype] = {
     "F64": torch.float64,
@@ -69,10 +69,9 @@ def fill(
     log_phase("load: files", reader.read_s, num_bytes=reader.read_bytes)
     if axis.size > 1:
         log_phase("load: exchange", reader.exchange_s, num_bytes=reader.exchanged_bytes, num_ranks=axis.size)
-    groups = find_groups(scales, values.__getitem__, map(metadata_of, every))
-    for name, scale in scales.of_weight.items():
-        factor = values[scale].to(values[name].device)
-        whole = multiplied(values[name], factor, name, groups.get(name, 1))
+    formats = find_formats(scales, values.__getitem__, map(metadata_of, every))
+    for name in scales.of_weight:
+        whole = scaled_weight(name, scales, formats, values.__getitem__)
         values[name] = whole.to(dtypes.get(name, torch.float32))
     values = {name: value for name, value in values.items() if name not in scales.beside}
     try:

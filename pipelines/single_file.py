@@ -27,6 +27,8 @@ from pipelines.directory import (
     read_config,
     unknown_quantiser,
 )
+from pipelines.models.makers_layers import known_name, translate_layers
+from pipelines.models.registry import FAMILY_FOLDERS, load_spec
 from pipelines.vae.makers_names import in_own_names, layout_of
 
 if TYPE_CHECKING:
@@ -40,6 +42,10 @@ ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
 """Prefix of the key of a tensor's shape, in files whose tensors were reshaped to be quantised (ComfyUI-GGUF)."""
 OWN = "model.diffusion_model."
 """Prefix of the transformer's keys in a file with all parts of a pipeline."""
+PREFIXES = (OWN, "model.model.", "net.")
+"""Prefixes of a transformer's keys in files that ComfyUI saves (the second: of HunyuanVideo), and NVIDIA's."""
+MARKS = {"__index_timestep_zero__": "zero_cond_t"}
+"""Keys without values in ComfyUI's files, by the setting of a configuration that they stand for."""
 UNUSED = re.compile(
     r"(^|\.)(rope\.(inv_)?freqs?|norm_final\.weight|_extra_state|pos_embedder\.\w+|logvar\.\d\.\w+|accum_\w+)$"
     r"|^decoder\.mask_token$"
@@ -133,26 +139,38 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
     converted to ``dtype``. ValueError if the keys are others than the class's and nothing translates them, or the
     file does not match the model.
     """
-    from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-
     from pipelines.component_weights import check_finite
 
     tensors = _read_file(file, dtype, of_all=AUTO_ENCODER in kind.__name__)
     if "UNet" not in kind.__name__:  # diffusers finds these by the prefix, and some transformers only without
-        tensors = {name.removeprefix(OWN): tensor for name, tensor in tensors.items()}
+        tensors = _without_prefix(tensors)
     try:
+        tensors = _without_marks(tensors, kind.load_config(str(config)))
         if faults := _faults(kind, tensors, config):
             raise ValueError(faults)
-        if kind.__name__ in SINGLE_FILE_LOADABLE_CLASSES and not _layout_of(kind, tensors):
-            model = kind.from_single_file(dict(tensors), config=str(config), device=device)
-        else:
-            model = _assembled(kind, tensors, config).to(device)
+        model, written = _outline(kind, config)
+        model.load_state_dict(_translated(kind, dict(tensors), model, written), strict=False, assign=True)
+        model = model.to(device).eval()
     except (LookupError, RuntimeError, ValueError) as error:
         raise ValueError(
             f"{file} is not exactly the {kind.__name__} that {config} describes ({error}): {_advice(kind, tensors)}"
         ) from error
     check_finite(model, lambda name: file)
     return model
+
+
+def _without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return ``tensors`` by names without a prefix, in the spelling that diffusers translates."""
+    prefix = next((one for one in PREFIXES if all(name.startswith(one) for name in tensors)), "")
+    return {known_name(name.removeprefix(prefix)): x for name, x in tensors.items()}
+
+
+def _without_marks(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return ``tensors`` without ``MARKS``. ValueError if the configuration lacks a setting that one stands for."""
+    for name, setting in MARKS.items():
+        if name in tensors and not config.get(setting):
+            raise ValueError(f"it has {name}, and the configuration no {setting}")
+    return {name: x for name, x in tensors.items() if name not in MARKS}
 
 
 def _advice(kind: Any, names: Collection[str]) -> str:
@@ -178,13 +196,6 @@ def cast_like_diffusers(model: Any, dtype: torch.dtype) -> Any:
     return model
 
 
-def _assembled(kind: Any, tensors: Mapping[str, Tensor], config: Path) -> Any:
-    """Return a model of a class that diffusers itself reads from no single file."""
-    model, written = _outline(kind, config)
-    model.load_state_dict(_translated(kind, dict(tensors), model, written), strict=False, assign=True)
-    return model.eval()
-
-
 def _outline(kind: Any, config: Path) -> tuple[Any, Any]:
     """Return a model without weights, and its configuration."""
     from accelerate import init_empty_weights  # type: ignore[import-untyped]
@@ -202,12 +213,20 @@ def _translated(kind: Any, tensors: dict[str, Tensor], model: Any, config: Any) 
     needed = set(model.state_dict() if listed else dict(model.named_parameters()))
     if needed <= tensors.keys():
         return tensors
-    if (layout := _layout_of(kind, tensors)) is not None:
+    layers = load_spec(kind.__name__).makers_layers if kind.__name__ in FAMILY_FOLDERS else {}
+    named = {name: x for name, x, _ in translate_layers(tensors, layers, model)}
+    if needed <= named.keys() or (not listed and 2 * len(needed & named.keys()) > len(needed)):
+        return named
+    translated: dict[str, Tensor] = {}
+    if listed:
+        with suppress(LookupError, ValueError, RuntimeError):  # raised below, if nothing else translates them
+            translated = listed["checkpoint_mapping_fn"](config=config, checkpoint=dict(tensors))
+    layout = _layout_of(kind, tensors) if not needed <= translated.keys() else None
+    if layout is not None:
         shapes = {name: x.shape for name, x in model.state_dict().items()}
         return in_own_names(tensors, layout, config, shapes)
     if listed:
-        translated: dict[str, Tensor] = listed["checkpoint_mapping_fn"](config=config, checkpoint=tensors)
-        return translated
+        return translated or dict(listed["checkpoint_mapping_fn"](config=config, checkpoint=tensors))
     others = [name for name in SINGLE_FILE_LOADABLE_CLASSES if AUTO_ENCODER in name and AUTO_ENCODER in kind.__name__]
     buffers = {name: x for name, x in tensors.items() if name in dict(model.named_buffers())}
     best: dict[str, Tensor] = {}

@@ -18,7 +18,7 @@ from engines.core.shard_plan import ColumnLinear, RowLinear, ShardPlan
 from engines.core.torch_private import has_persistent_buffer
 from engines.parallel.collectives import Axis
 from engines.parallel.tensor import matching, share, shares
-from engines.quantization.scaled_files import find_groups, find_scales, multiplied
+from engines.quantization.scaled_files import PLAIN, find_formats, find_scales, multiplied, scaled_weight
 
 NAME = "diffusion_pytorch_model.safetensors"
 INDEX = f"{NAME}.index.json"
@@ -133,7 +133,7 @@ class _OpenFiles:
             )
         self._scales = find_scales(self.names)
         headers = (metadata_of(folder / file) for file in sorted(set(self._file_of.values())))
-        self._groups = find_groups(self._scales, lambda name: self._read(Slice(name=name)), headers)
+        self._formats = find_formats(self._scales, self._whole, headers)
 
     @property
     def names(self) -> Collection[str]:
@@ -146,10 +146,14 @@ class _OpenFiles:
         """Return the tensor; in float32 if the files have a scale beside the weight."""
         if (scale := self._scales.of_weight.get(part.name)) is None:
             return self._read(part)
-        factor, group = part.of_rows(self._read(Slice(name=scale))), self._groups.get(part.name, 1)
-        if group > 1 and part.dim == 1:  # a rotation needs all columns of its groups
-            return part.of_columns(multiplied(self._read(Slice(name=part.name)), factor, part.name, group))
-        return multiplied(self._read(part), factor, part.name, group)
+        written = self._formats.get(part.name, PLAIN)
+        if written.blocks or (written.group > 1 and part.dim == 1):  # a rotation needs all columns of its groups
+            whole = scaled_weight(part.name, self._scales, self._formats, self._whole)
+            return part.of_columns(part.of_rows(whole))
+        return multiplied(self._read(part), part.of_rows(self._whole(scale)), part.name, written.group)
+
+    def _whole(self, name: str) -> Tensor:
+        return self._read(Slice(name=name))
 
     def _read(self, part: Slice) -> Tensor:
         if part.name not in self._file_of:

@@ -16,9 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from diffusers.loaders.lora_conversion_utils import swap_scale_shift
 from diffusers.loaders.single_file_model import SINGLE_FILE_LOADABLE_CLASSES
-from diffusers.models.normalization import AdaLayerNormContinuous
 from diffusers.utils import convert_unet_state_dict_to_peft
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -26,7 +24,7 @@ from torch import Tensor, nn
 
 from engines.parallel.weight_files import is_finite, metadata_of, tensor_names
 from pipelines.component_weights import sources_of, track, untrack
-from pipelines.models.makers_layers import MakersLayers
+from pipelines.models.makers_layers import known_name, translate_layers
 from pipelines.models.registry import load_spec
 
 UP, DOWN, UP_BIAS, ALPHA = ".lora_B.weight", ".lora_A.weight", ".lora_B.bias", ".alpha"
@@ -273,37 +271,17 @@ def translate_weights(weights: Mapping[str, Tensor], module: Any) -> Iterator[tu
     loader = SINGLE_FILE_LOADABLE_CLASSES.get(type(module).__name__)
     layers = load_spec(type(module).__name__).makers_layers
     if layers or loader is None or not weights:
-        yield from _by_family(weights, layers, module)
+        yield from translate_layers(weights, layers, module)
         return
+    known = {known_name(name): x for name, x in track(weights, set()).items()}
     try:
-        translated = loader["checkpoint_mapping_fn"](config=dict(module.config), checkpoint=track(weights, set()))
+        translated = loader["checkpoint_mapping_fn"](config=dict(module.config), checkpoint=known)
     except ERRORS:
         return
     for name, value in translated.items():
         if len(sources_of(value)) == 1:
             (source,) = sources_of(value)
             yield name, untrack(value), source
-
-
-def _by_family(
-    weights: Mapping[str, Tensor], layers: MakersLayers, module: nn.Module
-) -> Iterator[tuple[str, Tensor, str]]:
-    """Yield as ``translate_weights`` does, by the names of a family. Joined layers are divided by their sizes."""
-    parameters = dict(module.named_parameters())
-    for key, value in weights.items():
-        layer, _, leaf = key.rpartition(".")
-        matches = ((re.fullmatch(pattern, layer), names) for pattern, names in layers.items())
-        own = next(([f"{match.expand(name)}.{leaf}" for name in names] for match, names in matches if match), [])
-        sizes = [len(parameters[name]) for name in own if name in parameters]
-        if len(sizes) == len(own) and sum(sizes) == len(value):
-            for name, rows in zip(own, torch.split(value, sizes), strict=True):
-                yield name, swap_scale_shift(rows) if _has_scale_first(module, name) else rows, key
-
-
-def _has_scale_first(module: nn.Module, parameter: str) -> bool:
-    """Return whether a modulation has its scale before its shift, which makers have after it."""
-    layer = parameter.rpartition(".")[0]
-    return isinstance(module.get_submodule(layer.rpartition(".")[0]), AdaLayerNormContinuous)
 
 
 def _load(pipeline_class: Any, module: Any, source: Any) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:

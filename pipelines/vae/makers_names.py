@@ -50,12 +50,25 @@ TRANSFORMER = {
     r"\.ff\.w2\.": ".ff.net.2.",
 }
 """A transformer as decoder (MiniMax-H3)."""
+LONG = {
+    r"^vae\.": "",
+    r"^encoder\.down_blocks\.8\.res_blocks\.": "encoder.mid_block.resnets.",
+    r"^decoder\.up_blocks\.0\.res_blocks\.": "decoder.mid_block.resnets.",
+    **{rf"\.down_blocks\.{2 * n}\.res_blocks\.": f".down_blocks.{n}.resnets." for n in range(4)},
+    **{rf"\.down_blocks\.{2 * n + 1}\.conv\.": f".down_blocks.{n}.downsamplers.0.conv." for n in range(4)},
+    **{rf"\.up_blocks\.{2 * n + 2}\.res_blocks\.": f".up_blocks.{n}.resnets." for n in range(4)},
+    **{rf"\.up_blocks\.{2 * n + 1}\.conv\.": f".up_blocks.{n}.upsamplers.0.conv." for n in range(4)},
+    r"^per_channel_statistics\.mean-of-means$": "latents_mean",
+    r"^per_channel_statistics\.std-of-means$": "latents_std",
+}
+"""Blocks and the layers between them counted together (LTX-2.3); diffusers translates decoders with fewer of them."""
 LAYOUTS = {
     rf"{HALF}(down|up)samples\.\d+\.\2samples\.": NESTED,
     rf"{HALF}(down|up)\.\d+\.block\.\d+\.norm1\.gamma$": LEVELS,
     r"^decoder\.transformer_blocks\.\d+\.attn\.to_qkv\.": TRANSFORMER,
+    r"^(?:vae\.)?decoder\.up_blocks\.[78]\.": LONG,
 }
-"""Own parts of names by patterns, applied in order. Keyed by a pattern of names that no other layout has."""
+"""Own parts of names by patterns, applied in order. Keyed by a pattern of names that no other layout here has."""
 JOINED, GATED = ".attn.to_qkv.", ".ff.w1."
 """Layers with queries, keys and values, head by head; with the gate before the values, which diffusers has after."""
 NUM_HEADS = "decoder_num_attention_heads"

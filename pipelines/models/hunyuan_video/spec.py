@@ -11,7 +11,7 @@ from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard
 from pipelines.defaults import Defaults
 from pipelines.directory import read_config
 from pipelines.models.linears import joint_attention_linears, mlp_linears
-from pipelines.models.makers_layers import DOUBLE_BLOCKS, MakersLayers
+from pipelines.models.makers_layers import DOUBLE_BLOCKS, LAST_LAYERS, MakersLayers, embedder
 from pipelines.models.padding import shorten_prompts
 from pipelines.models.spec import CLIP, Config, ModelSpec, fewer_channels, first_latent_frame, lazy, num_patches
 from pipelines.request import MediaRequest
@@ -41,6 +41,8 @@ SHARDS = (
 BLOCK = "transformer_blocks.*"
 LINEARS = (*joint_attention_linears(f"{BLOCK}.attn"), *mlp_linears(f"{BLOCK}.ff", f"{BLOCK}.ff_context"))
 
+EMBEDDER = (r"(?:mlp\.0|linear_1|in_layer)", r"(?:mlp\.2|linear_2|out_layer)")
+"""Layers of an embedder in either's names."""
 REFINER = r"txt_in\.individual_token_refiner\.blocks\.(\d+)\."
 OWN_REFINER = r"context_embedder.token_refiner.refiner_blocks.\1."
 MAKERS_LAYERS: MakersLayers = {
@@ -49,6 +51,22 @@ MAKERS_LAYERS: MakersLayers = {
     rf"{REFINER}self_attn[._]proj": (f"{OWN_REFINER}attn.to_out.0",),
     rf"{REFINER}mlp\.(?:fc1|0)": (f"{OWN_REFINER}ff.net.0.proj",),
     rf"{REFINER}mlp\.(?:fc2|2)": (f"{OWN_REFINER}ff.net.2",),
+    rf"{REFINER}adaLN_modulation\.1": (f"{OWN_REFINER}norm_out.linear",),
+    rf"{REFINER}(norm[12])": (rf"{OWN_REFINER}\2",),
+    r"txt_in\.input_embedder": ("context_embedder.proj_in",),
+    **embedder(r"txt_in\.t_embedder", "timestep_embedder", EMBEDDER, "context_embedder.time_text_embed."),
+    **embedder(r"txt_in\.c_embedder", "text_embedder", EMBEDDER, "context_embedder.time_text_embed."),
+    **embedder("time_in", "timestep_embedder", EMBEDDER, "time_embed."),
+    **embedder("time_r_in", "timestep_embedder_r", EMBEDDER, "time_embed."),
+    r"img_in\.proj": ("x_embedder.proj",),
+    r"byt5_in\.layernorm": ("context_embedder_2.norm",),
+    r"byt5_in\.fc([123])": (r"context_embedder_2.linear_\1",),
+    **{
+        rf"vision_in\.proj\.{number}": (f"image_embedder.{own}",)
+        for number, own in ((0, "norm_in"), (1, "linear_1"), (3, "linear_2"), (4, "norm_out"))
+    },
+    "cond_type_embedding": ("cond_type_embed",),
+    **LAST_LAYERS,
 }
 """Tencent's names (musubi-tuner) and ComfyUI's; diffusers has them in a conversion script only."""
 

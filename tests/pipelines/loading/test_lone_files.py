@@ -225,19 +225,15 @@ def as_wan_has_it(vae: Tensors) -> Tensors:
     return {renamed(names[name], WAN_NAMES): x for name, x in vae.items()}
 
 
-LTX2 = {
-    "latent_channels": 4,
-    "block_out_channels": (8,) * 4,
-    "layers_per_block": (1,) * 5,
-    "spatio_temporal_scaling": (True,) * 4,
-    "downsample_type": ("spatial", "temporal", "spatiotemporal", "spatiotemporal"),
-    "decoder_block_out_channels": (8,) * 3,
-    "decoder_layers_per_block": (1,) * 4,
-    "decoder_spatio_temporal_scaling": (True,) * 3,
-    "decoder_inject_noise": (False,) * 4,
-    "upsample_residual": (False,) * 3,
-    "upsample_factor": (1,) * 3,
-}
+def ltx2(num_up: int) -> Any:
+    """With three steps up, or four (LTX-2.3)."""
+    down: dict[str, Any] = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5, "latent_channels": 4}
+    down["downsample_type"] = ("spatial", "temporal", "spatiotemporal", "spatiotemporal")
+    every, blocks = (True,) * num_up, (1,) * (num_up + 1)
+    up: dict[str, Any] = {"decoder_block_out_channels": (8,) * num_up, "decoder_layers_per_block": blocks}
+    up |= {"decoder_inject_noise": (False,) * (num_up + 1), "upsample_residual": (False,) * num_up}
+    up |= {"decoder_spatio_temporal_scaling": every, "upsample_type": ("spatiotemporal",) * num_up}
+    return shake(AutoencoderKLLTX2Video(**down, **up, spatio_temporal_scaling=(True,) * 4, upsample_factor=every))
 
 
 def as_lightricks_has_it(vae: Tensors) -> Tensors:
@@ -303,7 +299,8 @@ AUTO_ENCODERS: dict[str, tuple[Any, Callable[[], Any], Callable[[Tensors], Tenso
     "flux": (AutoencoderKL, lambda: shifted_auto_encoder(4, 3), as_stability_has_it),
     "flux2": (AutoencoderKLFlux2, flux2_auto_encoder, as_black_forest_has_it),
     "wan": (AutoencoderKLWan, lambda: shake(AutoencoderKLWan(**WAN, **LATENTS)), as_wan_has_it),
-    "ltx 2": (AutoencoderKLLTX2Video, lambda: shake(AutoencoderKLLTX2Video(**LTX2)), as_lightricks_has_it),
+    "ltx 2": (AutoencoderKLLTX2Video, lambda: ltx2(3), as_lightricks_has_it),
+    "ltx 2.3": (AutoencoderKLLTX2Video, lambda: ltx2(4), as_lightricks_has_it),
     "qwen image": (AutoencoderKLQwenImage, lambda: shake(AutoencoderKLQwenImage(**WAN, **LATENTS)), as_wan_has_it),
     "wan 2.2": (
         AutoencoderKLWan,

@@ -149,11 +149,18 @@ def with_second_scale(tensors: Tensors) -> Tensors:
 UNKNOWN: dict[str, tuple[Callable[[Tensors], Tensors], str]] = {
     "packed": (packed, "is packed as torch.uint8, and only fp8 and int8"),
     "another format": (
-        partial(with_format, {"format": "nvfp4"}),
-        r"'nvfp4'.*only float8_e4m3fn, float8_e5m2, int8_tensorwise are",
+        partial(with_format, {"format": "svdquant_w4a4"}),
+        r"'svdquant_w4a4'.*only float8_e4m3fn, float8_e5m2, int8_tensorwise, nvfp4, mxfp8 are",
+    ),
+    "other scales": (
+        lambda x: {
+            key.replace(".weight_scale", ".weight_s_rel"): value
+            for key, value in with_format({"format": "asym_w4a8_int8"}, x).items()
+        },
+        r"comfy_quant says \{'format': 'asym_w4a8_int8'\}, and only|no place for .*weight_s_rel",
     ),
     "blocks": (in_blocks, r"with a scale of \(2, 2\); a scale is one number, or one for each row"),
-    "a second scale": (with_second_scale, r"no place for .*weight_scale_2|Unexpected key.*weight_scale_2"),
+    "a second scale": (with_second_scale, "weight_scale_2 belongs to nvfp4, which the format of .* is not"),
 }
 
 
@@ -235,6 +242,49 @@ def test_rotated_columns_are_rotated_back(base: Path, tmp_path: Path, write: Any
         )
 
 
+def in_scaled_blocks(tensors: Tensors, kind: str) -> tuple[Tensors, Tensors]:
+    """Random weights with a scale for each block, where cuBLAS reads it, as ComfyUI writes them; and their values."""
+    generator, written, values = torch.Generator().manual_seed(1), dict(tensors), dict(tensors)
+    for layer in layers_of(scaled(tensors, ".weight_scale")):
+        num_rows, num_columns = tensors[f"{layer}.weight"].shape
+        num_blocks = num_columns // (16 if kind == "nvfp4" else 32)
+        high, wide = -(-num_rows // 128), -(-num_blocks // 4)
+        codes = torch.randint(16, (num_rows, num_columns), generator=generator)
+        stored = torch.randint(0x30, 0x40, (high * 128 * wide * 4,), generator=generator, dtype=torch.uint8)
+        if kind == "nvfp4":
+            written[f"{layer}.weight"] = (codes[:, ::2] * 16 + codes[:, 1::2]).to(torch.uint8)
+            written[f"{layer}.weight_scale"] = stored.view(torch.float8_e4m3fn).view(high * 128, wide * 4)
+            written[f"{layer}.weight_scale_2"] = torch.tensor(0.25)
+            written[f"{layer}.pre_quant_scale"] = smooth = torch.rand(num_columns, generator=generator)
+            sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+            found, scale = sizes[codes % 8] * (1 - 2 * (codes // 8)), stored.view(torch.float8_e4m3fn).float() / 4
+        else:
+            found, smooth = torch.randn(num_rows, num_columns, generator=generator), torch.ones(1)
+            written[f"{layer}.weight"] = found.to(torch.float8_e4m3fn)
+            written[f"{layer}.weight_scale"] = (stored + 70).view(high * 128, wide * 4)
+            found, scale = found.to(torch.float8_e4m3fn).float(), 2.0 ** (stored.float() + 70 - 127)
+        row, block = torch.arange(num_rows)[:, None], torch.arange(num_blocks)[None]
+        place = ((row // 128) * wide + block // 4) * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
+        values[f"{layer}.weight"] = found * scale[place].repeat_interleave(num_columns // num_blocks, 1) * smooth
+        told = json.dumps({"format": kind}).encode()
+        written[f"{layer}.comfy_quant"] = torch.tensor(list(told), dtype=torch.uint8)
+    return written, values
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "encoder"])
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp8"])
+def test_scales_of_blocks(base: Path, tmp_path: Path, kind: str, layout: str) -> None:
+    part = "text_encoder" if layout == "encoder" else "transformer"
+    folder = shutil.copytree(base, tmp_path / "blocks")
+    (file,) = (folder / part).glob("*.safetensors")
+    written, expected = in_scaled_blocks(load_file(file), kind)
+    assert len(written) - len(expected) > 6
+    save_file(written, file, metadata={"format": "pt"})
+    read = encoder(folder) if layout == "encoder" else LAYOUTS[layout](folder)
+    assert read.keys() == expected.keys()
+    assert all(torch.allclose(read[name], x, rtol=1e-6, atol=0) for name, x in expected.items())
+
+
 def test_a_header_names_layers_without_the_prefix_of_whole_pipelines(base: Path, tmp_path: Path) -> None:
     weights = load_file(base / WEIGHTS)
     makers = in_integers(as_its_makers_have_it(weights))
@@ -250,7 +300,7 @@ def test_a_header_names_layers_without_the_prefix_of_whole_pipelines(base: Path,
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"format": "asym_w4a8_int8"}, r"_quantization_metadata of .*'asym_w4a8_int8'.*int8_tensorwise are read"),
+        ({"format": "asym_w4a8_int8"}, r"_quantization_metadata of .*'asym_w4a8_int8'.*mxfp8 are read"),
         ({"convrot_groupsize": 8}, "convrot_groupsize must be a power of 4"),
         ({"convrot_groupsize": 256}, "its columns cannot be rotated in groups of 256"),
     ],

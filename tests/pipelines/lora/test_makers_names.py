@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from diffusers import LTX2VideoTransformer3DModel
 from diffusers.loaders.lora_conversion_utils import swap_scale_shift
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pipelines.lora.translation import translate_weights
+from tests.pipelines.loading.test_transformer_names import LTX_SIZES
 from tests.pipelines.lora.support.keys import RANK, Tensors, added, check, pair, plain, product, written
 
 
@@ -62,6 +65,12 @@ MAKERS: dict[str, dict[str, tuple[str, ...]]] = {
         "final_layer.linear": ("proj_out",),
         "final_layer.adaLN_modulation.1": ("norm_out.linear",),
     },
+    "flux, DiffSynth-Studio": {
+        "blocks.0.attn.b_to_qkv": attention(f"{DUAL}.0.attn", "add_q_proj", "add_k_proj", "add_v_proj"),
+        "blocks.1.ff_a.2": (f"{DUAL}.1.ff.net.2",),
+        "single_blocks.1.to_qkv_mlp": (*attention(f"{SINGLE}.1.attn"), f"{SINGLE}.1.proj_mlp"),
+        "single_blocks.0.norm.linear": (f"{SINGLE}.0.norm.linear",),
+    },
     "klein": {
         "double_blocks.0.img_attn.qkv": attention(f"{DUAL}.0.attn"),
         "double_stream_modulation_img.lin": ("double_stream_modulation_img.linear",),
@@ -109,26 +118,39 @@ def divided(model: str, names: tuple[str, ...], base: Tensors, change: Tensor, e
 def test_layers_of_all_kinds_in_the_makers_names(
     small: Callable[[str], Path], tmp_path: Path, model: str, prefix: str, spelling: str
 ) -> None:
-    base, tensors, expected = plain(small(model)), Tensors(), Tensors()
+    folder = small(model.partition(",")[0])
+    base, tensors, expected = plain(folder), Tensors(), Tensors()
     for layer, names in MAKERS[model].items():
         key = prefix + (layer if spelling == "A" else layer.replace(".", "_"))
         weights = [base[f"{name}.weight"].flatten(1) for name in names]
         tensors |= pair(key, sum(map(len, weights)), weights[0].shape[1], spelling=spelling, alpha=3.0)
         expected |= divided(model, names, base, product(tensors, key, 3.0 / RANK))
-    check(added(small(model), written(tensors, tmp_path)), expected)
+    check(added(folder, written(tensors, tmp_path)), expected)
 
 
 @pytest.mark.parametrize("model", MAKERS)
 def test_differences_of_all_kinds_in_the_makers_names(small: Callable[[str], Path], tmp_path: Path, model: str) -> None:
     """ComfyUI saves extracted differences under these names."""
-    base, tensors, expected = plain(small(model)), Tensors(), Tensors()
+    folder = small(model.partition(",")[0])
+    base, tensors, expected = plain(folder), Tensors(), Tensors()
     for layer, names in MAKERS[model].items():
         for end, mark in (("weight", ".diff"), ("bias", ".diff_b")):
             own = [base[f"{name}.{end}"] for name in names if f"{name}.{end}" in base]
             if own:
                 tensors[f"diffusion_model.{layer}{mark}"] = change = torch.randn(torch.cat(own).shape)
                 expected |= divided(model, names, base, change, end)
-    check(added(small(model), written(tensors, tmp_path)), expected)
+    check(added(folder, written(tensors, tmp_path)), expected)
+
+
+@pytest.mark.parametrize("stream", ["", "audio_"])
+def test_modulation_by_prompts_in_its_makers_names(stream: str) -> None:
+    """LTX-2.3's, which diffusers' translation lacks."""
+    module = LTX2VideoTransformer3DModel(**LTX_SIZES)
+    theirs, own = f"{stream}prompt_adaln_single.linear.weight", f"{stream}prompt_adaln.linear.weight"
+    value = torch.randn(module.get_parameter(own).shape)
+    ((name, read, source),) = translate_weights({theirs: value}, module)
+    assert (name, source) == (own, theirs)
+    assert torch.equal(read, value)
 
 
 TEXTS = {
