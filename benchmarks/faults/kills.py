@@ -25,6 +25,7 @@ KINDS = {
     "codec": "ray::ServeReplica:troupe:Codec",
     "proxy": "ray::ProxyActor",
     "controller": "ray::ServeController",
+    "arbiter": "ray::ShareActor",
     "haproxy": "haproxy",
 }
 """Beginnings of their titles, without folders, also while they start."""
@@ -52,7 +53,7 @@ def processes_of(server: psutil.Process) -> dict[str, list[psutil.Process]]:
 
 @dataclass(kw_only=True, slots=True)
 class Killer:
-    """Kills or stops a process every ``every_s`` on average. The kind is drawn first, then one of its processes.
+    """Kills, ends or stops a process every ``every_s`` on average. The kind is drawn first, then one of its processes.
 
     Now and then the next strike follows at once, and hits what starts in the other's place.
     """
@@ -78,7 +79,7 @@ class Killer:
             return
         kind = self.rng.choice(sorted(candidates))
         victim = self.rng.choice(sorted(candidates[kind], key=lambda process: process.pid))
-        number = self.rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP))
+        number = self.rng.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM))
         with suppress(psutil.Error):
             victim.send_signal(number)
             self.struck.append((time.monotonic(), kind))

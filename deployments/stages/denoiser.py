@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import ray
 from ray import serve
+from ray.exceptions import TaskCancelledError
 
 from deployments.forked_workers import python_like_own
 from deployments.model_config import ModelConfig
@@ -143,7 +144,10 @@ class Denoiser:
         """
         start_s = time.monotonic()
         with self._load.coming(job_id, request):
-            encoding = await encoded[0]
+            try:
+                encoding = await encoded[0]
+            except TaskCancelledError:  # its caller has left
+                return
         job = replace(
             self._job(job_id, request, encoding),
             conditioning=encoded[0],

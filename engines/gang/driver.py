@@ -8,6 +8,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from engines.gang.errors import GangBrokenError
@@ -70,7 +71,8 @@ class Driver:
         self.admission = JobAdmission(
             self.scheduler, self._table, self._ledger, clock, config.max_wait_s, wake_up=lambda: self.rest.wake_up
         )
-        self._submitted: deque[OpenJob] = deque()
+        self._submitted: deque[tuple[OpenJob, Any]] = deque()
+        """Jobs that no rank has, each with its conditioning."""
         self._wake_schedule = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
         self._hands_on = False
@@ -90,15 +92,20 @@ class Driver:
         return self._watchdog.is_cold
 
     def open(self, job: Job) -> OpenJob:
+        """Add a job, whose conditioning is held here only until it is sent to the ranks.
+
+        Ray 2.60 never frees a small object in its owner's process if another one still holds it when its call ends.
+        """
         if self.broken is not None:
             raise GangBrokenError(self.broken.reason, self.broken.cause)
         if self._hands_on:
             raise handed_on()
+        conditioning, job = job.conditioning, replace(job, conditioning=None)
         self._table.check(job)
         eta_s, num_before = self.admission.admit(job), self._table.num_open
         open_job = self._table.open(job, max(1.0, self.admission.next_end_s() or 0.0))
         self._table.publish(job.job_id, JobQueued(job_id=job.job_id, eta_s=eta_s, num_before=num_before))
-        self._submitted.append(open_job)
+        self._submitted.append((open_job, conditioning))
         self._wake_schedule.set()
         return open_job
 
@@ -184,9 +191,10 @@ class Driver:
 
     def _admit_submitted(self) -> None:
         while self._submitted:
-            open_job = self._submitted.popleft()
+            open_job, conditioning = self._submitted.popleft()
             if open_job.outcome is None:
-                refs = [rank.admit.remote(open_job.job) for rank in self._ranks]
+                job = replace(open_job.job, conditioning=conditioning)
+                refs = [rank.admit.remote(job) for rank in self._ranks]
                 self._spawn(self._finish_admission(open_job, refs))
             else:
                 self._table.forget([open_job.job.job_id])

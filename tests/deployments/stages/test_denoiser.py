@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from ray.exceptions import TaskCancelledError
 
 from deployments.app import HEALTH
 from deployments.stages import common
@@ -44,6 +45,16 @@ async def submitted(
     request: MediaRequest, encoding: Encoded, *acts: Progress | Exception, decode_s: float = 0.0
 ) -> tuple[Job, list[tuple[Any, ...]]]:
     """Return the job that reaches the gang, and its events."""
+    encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
+    encoded.set_result(encoding)
+    jobs, events = await submitted_with(request, encoded, *acts, decode_s=decode_s)
+    return jobs[0], events
+
+
+async def submitted_with(
+    request: MediaRequest, encoded: asyncio.Future[Encoded], *acts: Progress | Exception, decode_s: float = 0.0
+) -> tuple[list[Job], list[tuple[Any, ...]]]:
+    """Return the jobs that reach the gang, and the events of the call."""
     jobs: list[Job] = []
 
     async def submit_grouped(job: Job, *, every_s: float) -> AsyncGenerator[tuple[Progress, ...]]:
@@ -60,10 +71,8 @@ async def submitted(
         _load=ReplicaLoad(gang, start_s=1.0, node_id="0a", head_id="0b"),
         _checkpoint=SimpleNamespace(num_steps=num_steps, spec=SPEC),
     )
-    encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
-    encoded.set_result(encoding)
     events = [group async for group in denoiser.denoise("j", request, [encoded], decode_s=decode_s)]  # type: ignore[list-item]
-    return jobs[0], events
+    return jobs, events
 
 
 async def test_the_first_group_says_how_long_the_encoding_took() -> None:
@@ -114,6 +123,12 @@ async def test_jobs_with_equal_adapters_have_equal_additions() -> None:
     assert jobs[0].additions == jobs[1].additions
     assert len({job.additions for job in jobs}) == 4
     assert jobs[-1].additions == Job(job_id="j", request=None, conditioning=None, num_steps=1).additions
+
+
+async def test_a_client_that_leaves_during_the_encoding_is_no_error() -> None:
+    encoded: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
+    encoded.set_exception(TaskCancelledError())
+    assert await submitted_with(PICTURES.request(model="m", prompt="a"), encoded, *STEPS) == ([], [])
 
 
 async def test_a_refusal_is_told_and_not_raised() -> None:
