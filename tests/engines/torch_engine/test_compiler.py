@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -28,22 +27,6 @@ def test_traced_whole_and_equal_to_eager(family: str, num_kinds: int, strategy: 
     for answer, num_graphs in gang(2).run(predict_compiled, family, strategy):
         assert num_graphs == num_kinds
         assert max(map(relative_difference, answer, expected)) <= 1e-5
-
-
-@pytest.mark.parametrize("is_dynamic", [True, False])
-def test_dynamic_shapes_share_graphs(is_dynamic: bool) -> None:
-    """Without dynamic shapes each length has its own."""
-    model, sizes = replace(models.model("wan"), dynamic_shapes=is_dynamic), ("uneven", "even")
-    expected = [TorchEngine(models.model("wan")).predict(models.branches("wan", size), (0,)) for size in sizes]
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with patch.object(engine_module, "compile_blocks", partial(compile_blocks, backend="eager")):
-        engine = TorchEngine(model, compiled=True)
-        answers = [engine.predict(models.branches("wan", size), (0,)) for size in sizes]
-    engine.close()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == (1 if is_dynamic else 2)
-    for answer, one in zip(answers, expected, strict=True):
-        assert max(map(relative_difference, answer, one)) <= 1e-5
 
 
 def test_more_shapes_than_may_be_compiled_run_uncompiled(caplog: pytest.LogCaptureFixture) -> None:

@@ -149,9 +149,13 @@ def test_steps_of_short_prompts_have_less_padding(
         assert relative_difference(latents, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "lengths"), [("krea 2", [[512], [128]]), ("hunyuan", [[1000, 256], [256, 0]])])
+@pytest.mark.parametrize(
+    ("name", "lengths"), [("krea 2", [[512], [128], [22]]), ("hunyuan", [[1000, 256], [256, 0], [256, 0]])]
+)
 def test_a_gang_prepares_both_lengths(name: str, lengths: list[list[int]], folders: Callable[[Any], Path]) -> None:
-    steps = Checkpoint(folders(PADDED[name].make)).first_steps([Size(width=48, height=32)], ["transformer"])
+    """The self-check has a short prompt."""
+    checkpoint = Checkpoint(folders(PADDED[name].make))
+    steps = (*checkpoint.first_steps([Size(width=48, height=32)], ["transformer"]), checkpoint.denoiser().probe())
     texts = [[x.shape[1] for key, x in step[0].inputs.items() if key.startswith("encoder_hidden")] for step in steps]
     assert texts == lengths
 
