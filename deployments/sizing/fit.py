@@ -157,7 +157,7 @@ class Fit:
 
     @property
     def total_bytes(self) -> int:
-        return self.parts.fullest_bytes(self.step.chosen.memory_bytes)
+        return self.parts.fullest_bytes(self.step.chosen.needed_bytes)
 
     @property
     def fits(self) -> bool:
@@ -212,7 +212,7 @@ class Fit:
             yield Change(
                 words=(*ranks, *own, *words),
                 num_gpus=num_ranks + (place == APART),
-                num_bytes=self.parts.fullest_bytes(cost.memory_bytes, place, limited=limited),
+                num_bytes=self.parts.fullest_bytes(cost.needed_bytes, place, limited=limited),
             )
 
     def _costs(self, num_ranks: int, precision: str) -> list[Cost]:
@@ -246,7 +246,7 @@ class Fit:
         chosen, parts = self.step.chosen, self.parts
         sizes: dict[str, int | None] = {
             "transformer": chosen.weight_bytes,
-            "steps": chosen.memory_bytes - chosen.weight_bytes,
+            "steps": chosen.needed_bytes - chosen.weight_bytes,
             **{f"rank: {name}": size for name, size in found.ranks.items()},
             **({"rank: decode": parts.rank_decode} if parts.rank_decode else {}),
             **{f"encoder: {name}": size for name, size in found.encoder.items()},

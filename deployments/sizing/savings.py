@@ -165,7 +165,7 @@ def _budgets(fit: Fit, times: RequestTimes, memory_gib: float, rules: BudgetRule
             yield Budget(
                 memory_gib=memory_gib,
                 num_bytes=fit.parts.fullest_bytes(
-                    cost.memory_bytes, stage.place, limited=stage.limited, offloaded=stage.offloaded
+                    cost.needed_bytes, stage.place, limited=stage.limited, offloaded=stage.offloaded
                 ),
                 host_bytes=fit.num_ranks * (cost.host_bytes + originals) + host_bytes,
                 savings=(*_beside(fit, times, cost, stage, rules), *of_step),

@@ -38,6 +38,8 @@ class Workload:
     """Pairs of stream and number of tokens, in the plan's order."""
     num_branches: int = 1
     """Forwards of the step."""
+    batch: int = 1
+    """Jobs in it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,7 +57,9 @@ class Cost:
     exchange_ms: float
     """Exchanges between ranks, less what other work hides."""
     memory_bytes: int
-    """Device memory of a step of one job: what others compute once is computed again where it has no room."""
+    """Device memory of steps of jobs that take turns."""
+    needed_bytes: int
+    """The part of it that a step of one job needs: what others compute once is computed again where it has no room."""
     weight_bytes: int
     """The part of ``memory_bytes`` that stays between steps."""
     offload_ms: float = 0.0
@@ -101,10 +105,10 @@ def predict(
     assert not (offloaded_blocks and spec.divides_weights), "ranks with divided weights offload none"
     layout = TokenLayout(lengths=work.lengths, num_chunks=spec.context)
     step = StepCost(profile, layout, spec, machine, precision, offloaded_blocks)
-    forwards = -(-work.num_branches // spec.guidance)
+    forwards = -(-work.num_branches // spec.guidance) * work.batch
     turns = (forwards + spec.pipeline - 1) / spec.pipeline
     handing_on_s = (spec.pipeline - 1) * step.handing_on_s()
-    ends_s = forwards * step.prediction_s() + step.guidance_s()
+    ends_s = forwards * step.prediction_s() + work.batch * step.guidance_s()
     forward_s = step.products_s() + step.attention_s() + step.elementwise_s() + step.exchange_s()
     return Cost(
         spec=spec,
@@ -113,6 +117,7 @@ def predict(
         elementwise_ms=1e3 * turns * step.elementwise_s(),
         exchange_ms=1e3 * (turns * step.exchange_s() + handing_on_s + ends_s),
         memory_bytes=step.memory_bytes(),
+        needed_bytes=step.memory_bytes(is_alone=True),
         weight_bytes=int(step.weight_bytes()),
         offload_ms=1e3 * forwards * max(0.0, step.streaming_s() - forward_s),
         host_bytes=int(step.host_bytes()),
@@ -124,9 +129,9 @@ def choose(costs: list[Cost], memory_bytes: int) -> Cost:
 
     Weights are divided only if whole ones do not fit: ranks with whole weights can form teams of any size.
     """
-    fitting = [cost for cost in costs if cost.memory_bytes <= USABLE * memory_bytes]
+    fitting = [cost for cost in costs if cost.needed_bytes <= USABLE * memory_bytes]
     if not fitting:
-        least = min(cost.memory_bytes for cost in costs)
+        least = min(cost.needed_bytes for cost in costs)
         raise ValueError(
             f"no way to divide the step fits {memory_bytes / 2**30:.1f} GiB: the smallest needs {least / 2**30:.1f} "
             f"GiB per rank, and {USABLE:.0%} may be used; use more ranks, a smaller size or a smaller model"

@@ -59,7 +59,7 @@ class StepForecast:
         return (self.chosen.spec, *near)[:MAX_TRIALS]
 
     def _fits(self, cost: Cost) -> bool:
-        return cost.memory_bytes <= USABLE * self.machine.memory_bytes
+        return cost.needed_bytes <= USABLE * self.machine.memory_bytes
 
     @property
     def log_fields(self) -> dict[str, object]:
@@ -102,8 +102,8 @@ def forecast(
         degrees = (same_weights.tensor, same_weights.pipeline)
         specs = [spec for spec in specs if (spec.tensor, spec.pipeline) == degrees]
     costs = [predict(counted, work, spec, machine, precision) for spec in specs]
-    smallest = min(costs, key=lambda cost: cost.memory_bytes)
-    is_hopeless = not must_fit and smallest.memory_bytes > USABLE * machine.memory_bytes
+    smallest = min(costs, key=lambda cost: cost.needed_bytes)
+    is_hopeless = not must_fit and smallest.needed_bytes > USABLE * machine.memory_bytes
     return StepForecast(
         counted=counted,
         machine=machine,

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from engines.core.attention import HeadShare, share_heads
 from engines.core.layout import TokenLayout
-from engines.core.model import MAX_CAPTURED_BYTES
+from engines.core.model import MAX_CAPTURED_BYTES, max_hoisted_bytes
 from engines.core.spec import ParallelSpec
 from engines.planner.machine import Machine
 from engines.planner.profile import ModelProfile
@@ -213,17 +213,17 @@ class StepCost:
         one_layer = 0.0 if self.precision == "native" else QUANTISING_COPIES * self.profile.largest_weight_bytes
         return self.weight_bytes() + one_layer / self.spec.tensor
 
-    def memory_bytes(self) -> int:
+    def memory_bytes(self, *, is_alone: bool = False) -> int:
         """Return weights and activations at their widest, or the weights while they are read, whichever is more.
 
-        Branches run one after the other. What other jobs compute once is computed again where it has no room.
+        Branches run one after the other. Jobs take turns, unless one ``is_alone``: the least that a step needs.
         """
         gathered = 2 * self.hidden_bytes * self.spec.allgather_kv if self.spec.allgather_kv > 1 else 0.0
-        activations = LIVE_COPIES * self.hidden_bytes + gathered + self._hoisted_bytes()
+        activations = LIVE_COPIES * self.hidden_bytes + gathered + self._hoisted_bytes(is_alone=is_alone)
         return int(max(self.weight_bytes() + activations, self.loading_bytes()))
 
-    def _hoisted_bytes(self) -> int:
-        """Return the bytes of what is computed once a job, also as inputs of a captured step.
+    def _hoisted_bytes(self, *, is_alone: bool) -> int:
+        """Return the bytes of what is computed once a job: for jobs in progress, and as inputs of a captured step.
 
         Ranks that divide the weights compute it in each forward, and so does a prompt's reader with offloaded blocks.
         """
@@ -232,10 +232,17 @@ class StepCost:
         if not (self.spec.divides_weights or self.offloaded_blocks):
             numbers += self.profile.hoisted_numbers
         one = numbers * self.profile.element_bytes
-        if self.spec.divides_weights:
+        if not one or self.spec.divides_weights:
             return one
+        of_a_job = self.profile.num_hoisted
+        room = max_hoisted_bytes(self.machine.memory_bytes) // one
+        of_jobs = min(JOBS_IN_PROGRESS * of_a_job * self.profile.num_modules, room)
         is_captured = one <= MAX_CAPTURED_BYTES and not self.offloaded_blocks
-        return (self.profile.num_hoisted + is_captured) * one
+        return ((of_a_job if is_alone else max(of_a_job, of_jobs)) + is_captured) * one
+
+
+JOBS_IN_PROGRESS = 2
+"""Jobs that take turns on a team, for which memory is counted. More keep what they compute once if it has room."""
 
 
 OFFLOAD_BUFFERS = 2

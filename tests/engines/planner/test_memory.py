@@ -21,6 +21,7 @@ from engines.core.layout import TokenLayout
 from engines.core.model import Addition, LowRank
 from engines.core.spec import ParallelSpec
 from engines.planner import auto
+from engines.planner.cost_model import USABLE, Workload
 from engines.planner.forecast import forecast
 from engines.planner.machine import H200
 from engines.planner.profile import profile
@@ -144,16 +145,18 @@ def test_loaded_values_of_weights_that_additions_change_count(precision: str, fa
 @pytest.mark.parametrize(
     ("num_bytes", "num_hoisted", "copies"),
     [
-        (2**31, 2, 2 + 1),
-        (2**31, 1, 1 + 1),
-        (2**32, 1, 1),
+        (2**31, 2, 4 + 1),
+        (2**31, 1, 2 + 1),
+        (2**32, 1, 2),
         (2**32, 2, 2),
+        (2**33, 1, 1),
+        (2**33, 2, 2),
     ],
 )
-def test_what_a_job_computes_once_counts_for_it_and_for_a_captured_step(
+def test_what_jobs_compute_once_counts_for_two_jobs_and_for_a_captured_step(
     num_bytes: int, num_hoisted: int, copies: int
 ) -> None:
-    """Captured steps read no inputs above 2 GiB."""
+    """It counts once if two take more than the cache holds; captured steps read no inputs above 2 GiB."""
     counted = profile(models.model("flux"))
     layout = TokenLayout(lengths=(("text", 128), ("image", 256)), num_chunks=1)
     step = StepCost(counted, layout, ParallelSpec(), H200, "native")
@@ -164,15 +167,31 @@ def test_what_a_job_computes_once_counts_for_it_and_for_a_captured_step(
 
 @pytest.mark.parametrize(
     ("spec", "offloaded_blocks", "copies"),
-    [(ParallelSpec(), 0, 3), (ParallelSpec(tensor=2), 0, 0), (ParallelSpec(), 1, 0)],
+    [(ParallelSpec(), 0, 5), (ParallelSpec(tensor=2), 0, 0), (ParallelSpec(), 1, 0)],
     ids=["whole weights", "divided weights", "offloaded blocks"],
 )
-def test_keys_of_a_prompt_are_kept_and_read_by_a_graph(spec: ParallelSpec, offloaded_blocks: int, copies: int) -> None:
+def test_keys_of_two_jobs_prompts_are_kept_and_those_of_one_read_by_a_graph(
+    spec: ParallelSpec, offloaded_blocks: int, copies: int
+) -> None:
     counted = profile(models.model("flux"))
     layout = TokenLayout(lengths=(("image", 256),), num_chunks=1)
     step = StepCost(counted, layout, spec, H200, "native", offloaded_blocks)
     keyed = replace(step, profile=replace(counted, hoisted_numbers=2**20))
     assert keyed.memory_bytes() - step.memory_bytes() == copies * 2**20 * counted.element_bytes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_a_second_job_computes_once_rules_no_division_out(num_ranks: int) -> None:
+    """It is computed again at each step if there is no room. The values of one job must fit."""
+    counted = replace(profile(models.model("flux")), hoisted_numbers=2**26)
+    work = Workload(lengths=(("text", 128), ("image", 256)), num_branches=2)
+    roomy = forecast(counted, work, num_ranks, H200).chosen
+    needed = roomy.memory_bytes - 2 * 2**26 * counted.element_bytes
+    tight, tighter = (replace(H200, memory_bytes=int(size / USABLE)) for size in (needed + 2, needed - 2**23))
+    assert forecast(counted, work, num_ranks, tight).chosen == roomy
+    same = None if num_ranks == 1 else roomy.spec
+    with pytest.raises(ValueError, match="no way to divide the step fits"):
+        forecast(counted, work, num_ranks, tighter, same_weights=same)
 
 
 def test_quantised_weights_need_no_room_for_those_that_are_read() -> None:

@@ -239,7 +239,7 @@ def test_a_failed_trial_of_few_blocks_leaves_the_module_whole(tmp_path: Path) ->
 
 def test_exchanges_that_no_rule_can_shorten_much_are_not_timed() -> None:
     spec, others = ParallelSpec(ulysses=2), dict.fromkeys(("attention_ms", "elementwise_ms"), 0.0)
-    others |= dict.fromkeys(("memory_bytes", "weight_bytes"), 0)
+    others |= dict.fromkeys(("memory_bytes", "needed_bytes", "weight_bytes"), 0)
 
     def is_negligible(products_ms: float, exchange_ms: float) -> bool:
         cost = Cost(spec=spec, products_ms=products_ms, exchange_ms=exchange_ms, **others)  # type: ignore[arg-type]
