@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from typing import Any
 
@@ -41,8 +43,9 @@ def compile_blocks(module: nn.Module, plan: ShardPlan, *, dynamic: bool = False,
     keep_kernel_choices()
     for block in _modules_of_kinds(module, plan):
         forward = types.MethodType(type(block).forward, block)
-        compiled = torch.compile(forward, dynamic=dynamic, fullgraph=True, backend=with_rewrites(backend))
-        block.__dict__["forward"] = _with_eager_fallback(compiled, forward)
+        settings: dict[str, Any] = {"fullgraph": True, "backend": with_rewrites(backend)}
+        static, compiled = (torch.compile(forward, dynamic=one, **settings) for one in (False, dynamic))
+        block.__dict__["forward"] = _with_eager_fallback(static, compiled, forward)
 
 
 def release_blocks(module: nn.Module, plan: ShardPlan) -> None:
@@ -72,12 +75,33 @@ def with_rewrites(backend: str) -> Callable[..., Any]:
     return compile_rewritten
 
 
-def _with_eager_fallback(compiled: Callable[..., Any], forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``compiled`` with a fallback: beyond ``MAX_VARIANTS`` new shapes run ``forward``, in the whole process."""
+@contextmanager
+def static_shapes() -> Iterator[None]:
+    """Compile for exact shapes in this thread, inside this context: for steps of a size that no job has.
+
+    Inductor's choices for dynamic shapes are those for the first ones.
+    """
+    token = _IS_STATIC.set(True)
+    try:
+        yield
+    finally:
+        _IS_STATIC.reset(token)
+
+
+_IS_STATIC = ContextVar("is_static", default=False)
+
+
+def _with_eager_fallback(
+    static: Callable[..., Any], compiled: Callable[..., Any], forward: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Return ``compiled``, or ``static`` inside ``static_shapes``, with a fallback.
+
+    Beyond ``MAX_VARIANTS`` new shapes run ``forward``, in the whole process.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
-            return compiled(*args, **kwargs)
+            return (static if _IS_STATIC.get() else compiled)(*args, **kwargs)
         except recompile_limit_error():  # raised before any of it has run
             logger.warning("a block has %d compiled versions: from now on, new shapes run uncompiled", MAX_VARIANTS)
             torch.compiler.set_stance("eager_on_recompile")

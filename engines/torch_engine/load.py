@@ -21,6 +21,7 @@ from engines.torch_engine.checks import (
     check_sliced,
     is_exact,
 )
+from engines.torch_engine.compiler import static_shapes
 from engines.torch_engine.engine import TorchEngine
 from engines.torch_engine.exchange.choose import module_kernels
 from engines.torch_engine.options import TorchOptions
@@ -84,7 +85,8 @@ def _check(engine: TorchEngine, branches: tuple[Branch, ...], context: RankConte
     # two nearly equal numbers may be rounded up and down
     tolerance = None if is_exact(engine, attention) else QUANTISED_TOLERANCE
     limits: dict[str, Any] = {"at_once": engine.division.at_once, "num_runs": num_runs, "tolerance": tolerance}
-    self_check(engine, branches, rank=context.rank, teams=teams, **limits)
+    with static_shapes():
+        self_check(engine, branches, rank=context.rank, teams=teams, **limits)
 
 
 def freeze_garbage_collection() -> None:
