@@ -20,6 +20,8 @@ from engines.parallel.division import shape_of
 from engines.torch_engine import engine as engine_module
 from engines.torch_engine.compiler import compile_blocks, static_shapes
 from engines.torch_engine.engine import TorchEngine
+from pipelines.blocks.blank import first_step
+from pipelines.blocks.opened import OpenedPipeline
 from pipelines.checkpoint import Checkpoint
 from pipelines.models.hunyuan_video import spec as hunyuan_video
 from pipelines.models.krea2 import spec as krea2
@@ -29,7 +31,15 @@ from pipelines.run import PlainEngine, load_pipeline
 from pipelines.size import Size
 from tests.engines.support.gloo import gang
 from tests.pipelines.models.test_gangs import TOLERANCE, Case, denoised, encoded, request_of
-from tests.pipelines.support.checkpoints import tiny_cosmos, tiny_hunyuan, tiny_models, tiny_others
+from tests.pipelines.support.checkpoints import (
+    tiny_cosmos,
+    tiny_flux3,
+    tiny_hunyuan,
+    tiny_minimax,
+    tiny_models,
+    tiny_others,
+    tiny_qwen,
+)
 from tests.pipelines.support.references.own_call import own_latents
 
 WINDOW = 32
@@ -161,20 +171,25 @@ def test_a_gang_prepares_both_lengths(name: str, lengths: list[list[int]], folde
 
 
 VARYING = {
-    "ernie": tiny_others.ernie_image,
-    "ideogram": tiny_others.ideogram4,
-    "cosmos": tiny_cosmos.cosmos,
-    "qwen": tiny_models.qwen_image,
+    "ernie": Case(make=tiny_others.ernie_image),
+    "cosmos": Case(make=tiny_cosmos.cosmos, num_frames=5),
+    "ideogram": Case(make=tiny_others.ideogram4),
+    "qwen": Case(make=tiny_models.qwen_image),
+    "qwen 2.1": Case(make=tiny_qwen.qwen21),
+    "flux 3": Case(make=tiny_flux3.flux3),
+    "minimax": Case(make=tiny_minimax.minimax_h3, num_frames=124),
 }
+QUICK = ("ernie", "cosmos")
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in ("ernie", "cosmos") else [pytest.mark.slow]) for name in VARYING]
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in VARYING]
 )
 def test_prompts_of_all_lengths_share_compiled_blocks(name: str, folders: Callable[[Any], Path]) -> None:
     """Other sizes do, too. A gang's self-check has blocks of its own."""
-    checkpoint = Checkpoint(folders(VARYING[name]))
-    sampler, encoder, plain = checkpoint.sampler(), checkpoint.text_encoder(), PlainEngine(model=checkpoint.denoiser())
+    case, checkpoint = VARYING[name], Checkpoint(folders(VARYING[name].make))
+    opened = OpenedPipeline(checkpoint.path, torch.device("cpu"), torch.float32)
+    plain = PlainEngine(model=checkpoint.denoiser())
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -183,10 +198,9 @@ def test_prompts_of_all_lengths_share_compiled_blocks(name: str, folders: Callab
         with static_shapes():
             engine.predict(checkpoint.denoiser().probe()[:1], (0,))
         num_of_check, shapes, graphs = counters["stats"]["unique_graphs"], set(), set()
-        for num_letters, sides in ((3, (3, 5)), (40, (3, 5)), (9, (4, 6))):
-            request = request_of(Case(make=VARYING[name], sides=sides), checkpoint.path)
-            request = replace(request, prompt="a" * num_letters)
-            (branch, *_) = sampler.branches(sampler.begin(request, encoder.encode(request)))
+        for num_tokens, sides in ((3, (3, 5)), (40, (3, 5)), (9, (4, 6))):
+            request = request_of(replace(case, sides=sides), checkpoint.path)
+            (branch, *_) = first_step(opened, request, num_tokens, torch.Generator().manual_seed(num_tokens))
             (answer,), (expected,) = (one.predict((branch,), (0,)) for one in (engine, plain))
             assert relative_difference(answer, expected) <= TOLERANCE
             shapes.add(str(shape_of(branch)))
