@@ -161,7 +161,7 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
 
 def _without_prefix(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return ``tensors`` by names without a prefix, in the spelling that diffusers translates."""
-    prefix = next((one for one in PREFIXES if all(name.startswith(one) for name in tensors)), "")
+    prefix = next((one for one in PREFIXES if all(name.startswith(one) for name in tensors)), OWN)
     return {known_name(name.removeprefix(prefix)): x for name, x in tensors.items()}
 
 

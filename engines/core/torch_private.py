@@ -98,6 +98,13 @@ def recompile_limit_error() -> type[Exception]:
     return FailOnRecompileLimitHit
 
 
+def compile_error() -> type[Exception]:
+    """Return the error of a function that cannot be traced or compiled."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
 def compile_backend(name: str) -> Any:
     """Return the compiler of a ``torch.compile`` backend."""
     from torch._dynamo.backends.registry import lookup_backend

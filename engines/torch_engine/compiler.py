@@ -7,6 +7,7 @@ import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch.fx import GraphModule
 from engines.core.shard_plan import ShardPlan
 from engines.core.torch_private import (
     compile_backend,
+    compile_error,
     keep_kernel_choices,
     raise_recompile_limit,
     recompile_limit_error,
@@ -41,11 +43,9 @@ def compile_blocks(module: nn.Module, plan: ShardPlan, *, dynamic: bool = False,
     """
     raise_recompile_limit(MAX_VARIANTS)
     keep_kernel_choices()
+    shapes = _Shapes(are_dynamic=dynamic)
     for block in _modules_of_kinds(module, plan):
-        forward = types.MethodType(type(block).forward, block)
-        settings: dict[str, Any] = {"fullgraph": True, "backend": with_rewrites(backend)}
-        static, compiled = (torch.compile(forward, dynamic=one, **settings) for one in (False, dynamic))
-        block.__dict__["forward"] = _with_eager_fallback(static, compiled, forward)
+        block.__dict__["forward"] = _compiled(types.MethodType(type(block).forward, block), shapes, backend)
 
 
 def release_blocks(module: nn.Module, plan: ShardPlan) -> None:
@@ -91,20 +91,35 @@ def static_shapes() -> Iterator[None]:
 _IS_STATIC = ContextVar("is_static", default=False)
 
 
-def _with_eager_fallback(
-    static: Callable[..., Any], compiled: Callable[..., Any], forward: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Return ``compiled``, or ``static`` inside ``static_shapes``, with a fallback.
+@dataclass(slots=True)
+class _Shapes:
+    """How the blocks of one module are compiled."""
 
-    Beyond ``MAX_VARIANTS`` new shapes run ``forward``, in the whole process.
+    are_dynamic: bool
+
+
+def _compiled(forward: Callable[..., Any], shapes: _Shapes, backend: str) -> Callable[..., Any]:
+    """Return ``forward`` compiled, with fallbacks.
+
+    Beyond ``MAX_VARIANTS`` new shapes run ``forward``, in the whole process. Where dynamic shapes cannot be compiled,
+    each shape is.
     """
+    settings: dict[str, Any] = {"fullgraph": True, "backend": with_rewrites(backend)}
+    static, dynamic = (torch.compile(forward, dynamic=one, **settings) for one in (False, True))
 
     def run(*args: Any, **kwargs: Any) -> Any:
+        is_dynamic = shapes.are_dynamic and not _IS_STATIC.get()
         try:
-            return (static if _IS_STATIC.get() else compiled)(*args, **kwargs)
-        except recompile_limit_error():  # raised before any of it has run
+            return (dynamic if is_dynamic else static)(*args, **kwargs)
+        except recompile_limit_error():  # raised before any of it has run, as the next one
             logger.warning("a block has %d compiled versions: from now on, new shapes run uncompiled", MAX_VARIANTS)
             torch.compiler.set_stance("eager_on_recompile")
             return forward(*args, **kwargs)
+        except compile_error() as error:
+            if not is_dynamic:
+                raise
+            logger.warning("blocks are compiled for each shape, since dynamic shapes failed: %s", error)
+            shapes.are_dynamic = False
+            return static(*args, **kwargs)
 
     return run

@@ -25,6 +25,7 @@ from engines.core.torch_private import (
     clear_forward_hooks,
     collective_ops,
     compile_backend,
+    compile_error,
     cpu_attention,
     cudnn_attention,
     default_nccl_options,
@@ -180,6 +181,14 @@ def test_more_versions_are_compiled_until_there_are_too_many() -> None:
         raise_recompile_limit(2)
         assert compiled(torch.zeros(3)).tolist() == [1, 1, 1]
     torch._dynamo.reset()
+
+
+def test_what_cannot_be_compiled_is_an_error_before_it_runs() -> None:
+    def fails(*_: Any) -> Any:
+        raise RuntimeError("no code")
+
+    with pytest.raises(compile_error(), match="no code"):
+        torch.compile(lambda x: x + 1, backend=fails)(torch.zeros(1))
 
 
 def test_code_for_two_equal_sizes_serves_different_ones() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor_config
+from torch.fx import GraphModule
 
 from engines.core.shard_plan import ShardPlan
 from engines.core.tensors import relative_difference
@@ -49,6 +52,25 @@ def test_more_shapes_than_may_be_compiled_run_uncompiled(caplog: pytest.LogCaptu
     finally:
         torch.compiler.set_stance("default")
         torch._dynamo.reset()
+
+
+def test_where_dynamic_shapes_fail_each_shape_is_compiled(caplog: pytest.LogCaptureFixture) -> None:
+    def backend(traced: GraphModule, inputs: Sequence[Any]) -> Any:
+        if any(isinstance(x, torch.SymInt) for x in inputs):
+            raise RuntimeError("no code for symbols")
+        return traced
+
+    plan = ShardPlan(streams=(), blocks=("0",), shards=(), gathers=(), linears=())
+    module = nn.Sequential(nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)]))
+    several = [torch.randn(length, 3) for length in (4, 5)]
+    blocks: Any = module[0]
+    expected = [[block(x) for block in blocks] for x in several]
+    torch._dynamo.reset()
+    with patch.object(compiler, "with_rewrites", lambda _: backend):
+        compile_blocks(module, plan, dynamic=True)
+    torch.testing.assert_close([[block(x) for block in blocks] for x in several], expected)
+    assert [record.levelname for record in caplog.records if record.name == compiler.__name__] == ["WARNING"]
+    assert "no code for symbols" in caplog.text
 
 
 def predict_compiled(family: str, strategy: str) -> tuple[tuple[Tensor, ...], int]:
