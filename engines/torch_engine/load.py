@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -61,6 +61,22 @@ def load_torch_engine(
         engine = autotuned_engine(model, context, choosing, precision=precision, attention=attention, options=options)
     else:
         engine = make(model, strategy=strategy)
+    with static_shapes():
+        _check(engine, model, context, attentions, make)
+    if model.weights is not None:
+        engine.load_weights()
+    rank_resources().get(TouchedMemory).clear()
+    return engine
+
+
+def _check(
+    engine: TorchEngine,
+    model: DenoiserModel,
+    context: RankContext,
+    attentions: tuple[str, ...],
+    make: Callable[..., TorchEngine],
+) -> None:
+    """Check kernels, attention, exchanges and teams on the model's small known step."""
     if model.weights is None:
         check_fp8_attention(engine, model, attentions, rank=context.rank)
     check_fast_path(engine, model, rank=context.rank)
@@ -71,22 +87,18 @@ def load_torch_engine(
             check_attention(team, **heads, device=engine.device, dtype=engine.dtype, make_kernel=make_kernel)
     if model.weights is not None:
         check_sliced(engine, model, make, attentions, rank=context.rank)
-        engine.load_weights()
-    else:
-        for one in ("", *attentions):
-            _check(engine, with_attention(model.probe(), one), context, one)
-    rank_resources().get(TouchedMemory).clear()
-    return engine
+        return
+    for one in ("", *attentions):
+        _check_teams(engine, with_attention(model.probe(), one), context, one)
 
 
-def _check(engine: TorchEngine, branches: tuple[Branch, ...], context: RankContext, attention: str) -> None:
+def _check_teams(engine: TorchEngine, branches: tuple[Branch, ...], context: RankContext, attention: str) -> None:
     teams = ((team.ranks, team.spec.name) for team in engine.division.checked_teams())
     num_runs = RUNS_BEFORE_CAPTURE + 2 if engine.config.capture else 1  # uncaptured, captured, replayed
     # two nearly equal numbers may be rounded up and down
     tolerance = None if is_exact(engine, attention) else QUANTISED_TOLERANCE
     limits: dict[str, Any] = {"at_once": engine.division.at_once, "num_runs": num_runs, "tolerance": tolerance}
-    with static_shapes():
-        self_check(engine, branches, rank=context.rank, teams=teams, **limits)
+    self_check(engine, branches, rank=context.rank, teams=teams, **limits)
 
 
 def freeze_garbage_collection() -> None:
