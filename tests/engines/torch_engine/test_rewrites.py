@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.nn import functional
 
 from engines.fast.gemm import gelu_product
@@ -55,28 +55,34 @@ def tensors() -> tuple[Tensor, Tensor]:
     return torch.randn(5, 3, 8), torch.polar(torch.ones(5, 4), torch.randn(5, 4))
 
 
+def rewritten(
+    rewriting: Callable[[Graph], int], function: Callable[..., Any], *given: Any
+) -> tuple[Any, int, list[Any]]:
+    """Return the answer of compiled code after ``rewriting``, how often it did, and what the code calls."""
+    counted, calls = [], list[Any]()
+
+    def backend(traced: GraphModule, inputs: Any) -> Any:
+        counted.append(rewriting(traced.graph))
+        traced.recompile()
+        calls.extend(node.target for node in traced.graph.nodes)
+        return traced
+
+    torch._dynamo.reset()
+    answer = torch.compile(function, backend=backend, fullgraph=True)(*given)
+    return answer, sum(counted), calls
+
+
 @pytest.mark.parametrize(
     ("function", "num_products"),
     [(rotated, 1), (rotated_from_the_left, 1), (two, 2), (seen_as_complex, 0), (scaled, 0), (store_rotated, 1)],
 )
 def test_the_rewritten_graph_gives_the_same(function: Function, num_products: int) -> None:
-    rewritten: list[GraphModule] = []
-
-    def backend(traced: GraphModule, inputs: Any) -> Any:
-        assert make_products_real(traced.graph) == num_products
-        traced.recompile()
-        rewritten.append(traced)
-        return traced
-
-    torch._dynamo.reset()
     given, expected = tensors(), tensors()
-    answer = torch.compile(function, backend=backend, fullgraph=True)(*given)
+    answer, num_rewritten, calls = rewritten(make_products_real, function, *given)
     torch.testing.assert_close(answer, function(*expected), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(given, expected, rtol=1e-6, atol=1e-6)
-    (traced,) = rewritten
-    made = [node.target for node in traced.graph.nodes]
-    assert made.count(real_product) == num_products
-    assert (torch.view_as_complex in made) is (num_products == 0)
+    assert num_rewritten == calls.count(real_product) == num_products
+    assert (torch.view_as_complex in calls) is (num_products == 0)
 
 
 def mlp(x: Tensor, weight: Tensor, bias: Tensor | None, approximate: str = "tanh") -> Tensor:
@@ -107,21 +113,11 @@ def test_gelu_is_computed_in_the_product(
     monkeypatch: pytest.MonkeyPatch, function: Callable[..., Tensor], has_bias: bool, num_fused: int
 ) -> None:
     monkeypatch.setattr(rewrites, "has_gelu_epilogue", lambda x: True)
-    rewritten: list[GraphModule] = []
-
-    def backend(traced: GraphModule, inputs: Any) -> Any:
-        assert rewrite(traced.graph) == num_fused
-        traced.recompile()
-        rewritten.append(traced)
-        return traced
-
-    torch._dynamo.reset()
     x, weight, bias = torch.randn(2, 3, 6), torch.randn(8, 6), torch.randn(8) if has_bias else None
-    answer = torch.compile(function, backend=backend, fullgraph=True)(x, weight, bias)
+    answer, num_rewritten, calls = rewritten(rewrite, function, x, weight, bias)
     torch.testing.assert_close(answer, function(x, weight, bias))
-    made = [node.target for node in rewritten[0].graph.nodes]
-    assert made.count(GELU_PRODUCT) == num_fused
-    assert made.count(functional.gelu) == (0 if num_fused else 1)
+    assert num_rewritten == calls.count(GELU_PRODUCT) == num_fused
+    assert calls.count(functional.gelu) == (0 if num_fused else 1)
 
 
 def test_a_product_with_gelu_is_an_operator() -> None:
