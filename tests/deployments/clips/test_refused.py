@@ -12,7 +12,7 @@ from sqlalchemy import Connection, event, exc
 
 from deployments.clips.storage import ClipFolders, StorageLostError
 from deployments.http.errors import from_failure
-from tests.deployments.clips.support.runs import QUICK, REQUEST, ended, running, started, the
+from tests.deployments.clips.support.runs import QUICK, REQUEST, ended, problem_now, running, started, the
 from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
@@ -37,7 +37,7 @@ async def test_a_folder_that_refuses_files_costs_no_attempt(tmp_path: Path) -> N
         first, second = [await clips.submit(REQUEST, "1") for _ in range(2)]
         await started(service)
         with refusing(tmp_path / "videos"):
-            assert "cannot be used: Not a directory" in str(await clips.storage_problem())
+            assert "cannot be used: Not a directory" in str(await problem_now(clips))
             with pytest.raises(StorageLostError):
                 await clips.submit(REQUEST, "1")
             service.permit(REQUEST.num_inference_steps * 9)

@@ -17,7 +17,7 @@ from sqlalchemy.pool import QueuePool
 from deployments.clips.clips import Clips
 from deployments.clips.storage import ClipFolders, Orphans, StorageFullError, StorageLostError, storage_problem
 from deployments.http.errors import from_failure
-from tests.deployments.clips.support.runs import REQUEST, data_of, ended, failure_of, running, started
+from tests.deployments.clips.support.runs import REQUEST, data_of, ended, failure_of, problem_now, running, started
 from tests.deployments.support.fake_service import FakeService, clip
 from tests.support.patience import PATIENCE_S
 
@@ -70,7 +70,7 @@ async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: p
         service.reasons["fake-clips"] = "not now"
         waiting = await clips.submit(REQUEST, "1")
         monkeypatch.setattr("deployments.clips.storage.MIN_FREE_BYTES", 1 << 62)
-        assert "are needed: delete clips, or make room" in str(await clips.storage_problem())
+        assert "are needed: delete clips, or make room" in str(await problem_now(clips))
         with pytest.raises(StorageFullError):
             await clips.submit(REQUEST, "1")
         await looked()
@@ -78,7 +78,7 @@ async def test_a_full_disk_is_told_and_waited_out(tmp_path: Path, monkeypatch: p
         await looked()
         assert service.performed == [], "no step without storage"
         monkeypatch.undo()
-        assert await clips.storage_problem() is None
+        assert await problem_now(clips) is None
         assert (await ended(clips, waiting.id)).status == "completed"
 
 
@@ -88,7 +88,7 @@ async def test_a_disk_that_cannot_be_looked_at(tmp_path: Path, monkeypatch: pyte
 
     async with running(FakeService(), tmp_path) as clips:
         monkeypatch.setattr("deployments.clips.storage.shutil.disk_usage", stale)
-        assert "cannot be used: Stale file handle" in str(await clips.storage_problem())
+        assert "cannot be used: Stale file handle" in str(await problem_now(clips))
         with pytest.raises(StorageLostError):
             await clips.submit(REQUEST, "1")
 

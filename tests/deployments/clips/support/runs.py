@@ -107,3 +107,9 @@ async def started(service: FakeService, num_clips: int = 1) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while len(service.performed) < num_clips:
             await asyncio.sleep(0.01)
+
+
+async def problem_now(clips: Clips) -> Exception | None:
+    """Return what a new look at the storage says: one that is under way may have seen the state before."""
+    await clips.storage_problem()
+    return await clips.storage_problem()
