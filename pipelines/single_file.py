@@ -145,10 +145,10 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
     if "UNet" not in kind.__name__:  # diffusers finds these by the prefix, and some transformers only without
         tensors = _without_prefix(tensors)
     try:
-        tensors = _without_marks(tensors, kind.load_config(str(config)))
+        model, written = _outline(kind, config)
+        tensors = _without_marks(tensors, written)
         if faults := _faults(kind, tensors, config):
             raise ValueError(faults)
-        model, written = _outline(kind, config)
         model.load_state_dict(_translated(kind, dict(tensors), model, written), strict=False, assign=True)
         model = model.to(device).eval()
     except (LookupError, RuntimeError, ValueError) as error:
@@ -218,15 +218,19 @@ def _translated(kind: Any, tensors: dict[str, Tensor], model: Any, config: Any) 
     if needed <= named.keys() or (not listed and 2 * len(needed & named.keys()) > len(needed)):
         return named
     translated: dict[str, Tensor] = {}
+    failure: Exception | None = None
     if listed:
-        with suppress(LookupError, ValueError, RuntimeError):  # raised below, if nothing else translates them
+        try:
             translated = listed["checkpoint_mapping_fn"](config=config, checkpoint=dict(tensors))
-    layout = _layout_of(kind, tensors) if not needed <= translated.keys() else None
-    if layout is not None:
+        except (LookupError, ValueError, RuntimeError) as error:  # raised below, if no layout is known
+            failure = error
+    if not needed <= translated.keys() and (layout := _layout_of(kind, tensors)) is not None:
         shapes = {name: x.shape for name, x in model.state_dict().items()}
         return in_own_names(tensors, layout, config, shapes)
+    if failure is not None:
+        raise failure
     if listed:
-        return translated or dict(listed["checkpoint_mapping_fn"](config=config, checkpoint=tensors))
+        return translated
     others = [name for name in SINGLE_FILE_LOADABLE_CLASSES if AUTO_ENCODER in name and AUTO_ENCODER in kind.__name__]
     buffers = {name: x for name, x in tensors.items() if name in dict(model.named_buffers())}
     best: dict[str, Tensor] = {}

@@ -76,6 +76,10 @@ def _(x: Tensor, weight_NK: Tensor, bias_N: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:-1], weight_NK.shape[0])
 
 
+GELU_PRODUCT: Any = torch.ops.troupe.gelu_product.default
+"""``gelu_product`` as a node of a graph."""
+
+
 class NativeGemm:
     """A cuBLAS GEMM with bias and GELU in its epilogue; it reads the layer's own weight."""
 

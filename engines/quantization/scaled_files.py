@@ -34,7 +34,7 @@ BLOCKS = {FOUR_BITS: 16, "mxfp8": 32}
 """Formats with a scale for each block of so many columns, in the order that cuBLAS reads."""
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "int8_tensorwise", *BLOCKS)
 SECOND, SMOOTHED = ".weight_scale_2", ".pre_quant_scale"
-"""Of ``nvfp4``: the scale of all blocks, and what a layer multiplies its input with, which may be missing."""
+"""Keys of ``nvfp4``: the scale of all blocks, and the optional factors of a layer's input."""
 VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of ``nvfp4`` by its lower three bits. The highest bit is the sign."""
 TILE = (32, 4, 4)

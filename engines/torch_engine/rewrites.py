@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.nn import functional
 
-import engines.fast.gemm  # noqa: F401  # registers the operator
+from engines.fast.gemm import GELU_PRODUCT
 
-GELU_PRODUCT: Any = torch.ops.troupe.gelu_product.default
 PRODUCTS = (operator.mul, torch.mul, "mul")
 
 

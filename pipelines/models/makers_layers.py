@@ -75,15 +75,18 @@ def _has_scale_first(module: nn.Module, parameter: str) -> bool:
 
 
 def two_streams(block: str, picture: str, text: str, names: Sequence[str]) -> MakersLayers:
-    """Return the layers of a block, where ``names`` are those of ``PICTURE`` and ``TEXT`` in each stream."""
-    streams = ((picture, PICTURE), (text, TEXT))
-    return {block + stream + name: own for stream, layers in streams for name, own in zip(names, layers, strict=True)}
+    """Return the layers of a block. ``names``, with ``{}`` for a stream's, are those of ``PICTURE`` and ``TEXT``."""
+    return {
+        block + name.format(stream): own
+        for stream, layers in ((picture, PICTURE), (text, TEXT))
+        for name, own in zip(names, layers, strict=True)
+    }
 
 
 BLOCK = r"double_blocks\.(\d+)\."
-ENDS = (r"_attn[._]qkv", r"_attn[._]proj", r"_mlp\.(?:fc1|0)", r"_mlp\.(?:fc2|2)", r"_mod\.lin(?:ear)?")
+NAMES = (r"{}_attn[._]qkv", r"{}_attn[._]proj", r"{}_mlp\.(?:fc1|0)", r"{}_mlp\.(?:fc2|2)", r"{}_mod\.lin(?:ear)?")
 DOUBLE_BLOCKS: MakersLayers = {
-    **two_streams(BLOCK, "img", "txt", ENDS),
+    **two_streams(BLOCK, "img", "txt", NAMES),
     **{f"{BLOCK}img_attn_{one}": (own,) for one, own in zip("qkv", PICTURE[0], strict=True)},
     **{f"{BLOCK}txt_attn_{one}": (own,) for one, own in zip("qkv", TEXT[0], strict=True)},
     **{

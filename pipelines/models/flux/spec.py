@@ -15,9 +15,7 @@ from pipelines.defaults import Defaults
 from pipelines.directory import read_config, read_index
 from pipelines.latent_sizes import vae_scale
 from pipelines.models.linears import QUERY_KEY_VALUE, Linears, joint_attention_linears, mlp_linears
-from pipelines.models.makers_layers import DOUBLE_BLOCKS, LAST_LAYERS, OWN, MakersLayers, embedder
-from pipelines.models.makers_layers import PICTURE as PICTURE_LAYERS
-from pipelines.models.makers_layers import TEXT as TEXT_LAYERS
+from pipelines.models.makers_layers import DOUBLE_BLOCKS, LAST_LAYERS, OWN, MakersLayers, embedder, two_streams
 from pipelines.models.spec import PICTURE, Config, TextAndImageSpec, check_channels, lazy
 from pipelines.recipes import Recipe
 from pipelines.solver import SIGMAS
@@ -58,7 +56,7 @@ SHARD_PLAN = ShardPlan(
 )
 
 MAKERS_SINGLE, OWN_SINGLE = r"single_blocks\.(\d+)\.", r"single_transformer_blocks.\1."
-STUDIO_ENDS = (r"attn\.{}_to_qkv", r"attn\.{}_to_out", r"ff_{}\.0", r"ff_{}\.2", r"norm1_{}\.linear")
+STUDIO_NAMES = (r"attn\.{}_to_qkv", r"attn\.{}_to_out", r"ff_{}\.0", r"ff_{}\.2", r"norm1_{}\.linear")
 MAKERS_LAYERS: MakersLayers = {
     **DOUBLE_BLOCKS,
     rf"{MAKERS_SINGLE}linear1": (*(f"{OWN_SINGLE}attn.to_{one}" for one in "qkv"), f"{OWN_SINGLE}proj_mlp"),
@@ -71,11 +69,7 @@ MAKERS_LAYERS: MakersLayers = {
     **embedder("vector_in", "text_embedder"),
     **embedder("guidance_in", "guidance_embedder"),
     **LAST_LAYERS,
-    **{
-        rf"blocks\.(\d+)\.{name}": own
-        for stream, layers in (("a", PICTURE_LAYERS), ("b", TEXT_LAYERS))
-        for name, own in zip((end.format(stream) for end in STUDIO_ENDS), layers, strict=True)
-    },
+    **two_streams(r"blocks\.(\d+)\.", "a", "b", STUDIO_NAMES),
     rf"{MAKERS_SINGLE}to_qkv_mlp": (*(f"{OWN_SINGLE}attn.to_{one}" for one in "qkv"), f"{OWN_SINGLE}proj_mlp"),
     rf"{MAKERS_SINGLE}norm_(q|k)_a": (rf"{OWN_SINGLE}attn.norm_\2",),
     rf"{MAKERS_SINGLE}(norm\.linear|proj_out)": (rf"{OWN_SINGLE}\2",),

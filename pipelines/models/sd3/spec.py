@@ -35,9 +35,9 @@ SHARDS = (
 LINEARS = (*joint_attention_linears(f"{BLOCKS}.*.attn"), *mlp_linears(f"{BLOCKS}.*.ff", f"{BLOCKS}.*.ff_context"))
 
 JOINT_BLOCK = r"joint_blocks\.(\d+)\."
-ENDS = (r"\.attn\.qkv", r"\.attn\.proj", r"\.mlp\.fc1", r"\.mlp\.fc2", r"\.adaLN_modulation\.1")
+NAMES = (r"{}\.attn\.qkv", r"{}\.attn\.proj", r"{}\.mlp\.fc1", r"{}\.mlp\.fc2", r"{}\.adaLN_modulation\.1")
 MAKERS_LAYERS: MakersLayers = {
-    **two_streams(JOINT_BLOCK, "x_block", "context_block", ENDS),
+    **two_streams(JOINT_BLOCK, "x_block", "context_block", NAMES),
     rf"{JOINT_BLOCK}x_block\.attn2\.qkv": tuple(f"{OWN}attn2.to_{one}" for one in "qkv"),
     rf"{JOINT_BLOCK}x_block\.attn2\.proj": (f"{OWN}attn2.to_out.0",),
     r"x_embedder\.proj": ("pos_embed.proj",),

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule
 from torch.nn import functional
 
-from engines.fast.gemm import gelu_product
+from engines.fast.gemm import GELU_PRODUCT, gelu_product
 from engines.torch_engine import rewrites
-from engines.torch_engine.rewrites import GELU_PRODUCT, make_products_real, real_product, rewrite
+from engines.torch_engine.rewrites import make_products_real, real_product, rewrite
 
 Function = Callable[[Tensor, Tensor], Any]
 

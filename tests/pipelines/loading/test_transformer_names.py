@@ -193,7 +193,7 @@ QWEN_SIZES: dict[str, Any] = {
 }
 QWEN_SIZES |= {"in_channels": 4, "axes_dims_rope": (2, 2, 4)}
 MARK = {"__index_timestep_zero__": torch.zeros(0)}
-"""What ComfyUI's file of Qwen-Image-Edit-2511 has in place of a setting."""
+"""ComfyUI's file of Qwen-Image-Edit-2511 has this key in place of a setting."""
 HUNYUAN_FILE = partial(in_layers, layers=HUNYUAN)
 FILES: dict[str, tuple[str, Mapping[str, Any], Callable[[Tensors], Tensors]]] = {
     "FLUX.1": ("FluxTransformer2DModel", FLUX_SIZES, partial(in_layers, layers=FLUX, norm="scale")),
