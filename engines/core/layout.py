@@ -64,7 +64,10 @@ class TokenLayout:
         return None if rows == [(0, start)] else tuple(rows)
 
     def cut(self, x: Tensor, *, dim: int, stream: str, index: int) -> Tensor:
-        """Return chunk ``index`` of ``x``, whose dim ``dim`` is the whole stream, zero-padded."""
+        """Return chunk ``index`` of ``x``, whose dim ``dim`` is the whole stream, zero-padded.
+
+        It is a tensor of its own: compiled code is made anew for views, and for each place in their memory.
+        """
         length, chunk = self.length(stream), self.chunk(stream)
         if x.shape[dim] != length:
             raise ValueError(f"dim {dim} of {tuple(x.shape)} should be stream {stream!r} with {length} tokens")
@@ -72,7 +75,7 @@ class TokenLayout:
         stop = min(start + chunk, length)
         piece = x.narrow(dim, start, stop - start)
         if stop - start == chunk:
-            return piece.contiguous()
+            return piece.clone(memory_format=torch.contiguous_format)
         after = x.ndim - 1 - (dim % x.ndim)
         return functional.pad(piece, [0, 0] * after + [0, chunk - (stop - start)])
 

@@ -55,6 +55,11 @@ def keep_kernel_choices() -> None:
     torch._inductor.config.dynamic_scale_rblock = False
 
 
+def mark_static(x: Tensor, dim: int) -> None:
+    """Let dynamic shapes have the exact size of one dim of this tensor object."""
+    torch._dynamo.mark_static(x, dim)
+
+
 def separate_sizes() -> AbstractContextManager[None]:
     """Return a context in which equal sizes of a dynamic compilation count as different ones (in its thread).
 

@@ -18,6 +18,7 @@ from engines.core.engine import Engine
 from engines.core.layout import Rows, TokenLayout
 from engines.core.model import Branch
 from engines.core.tensors import relative_difference
+from engines.parallel.key_rows import forward_over
 from engines.parallel.local_attention import local_kernel, take_rows
 from engines.parallel.mesh import Team
 from engines.parallel.strategies import MakeKernel, team_kernel
@@ -111,7 +112,8 @@ def check_attention(
     expected = _rank_rows(local(q_BLHD, k_BLHD, v_BLHD)[0], layout, team)
     shards = (_rank_rows(x, layout, team) for x in (q_BLHD, k_BLHD, v_BLHD))
     rows = layout.valid_rows(team.context.index, 1)
-    actual = make_kernel(local, team, layout)(*shards)[0]
+    with forward_over(layout):
+        actual = make_kernel(local, team, layout)(*shards)[0]
     difference = relative_difference(crop(actual, rows), crop(expected, rows))
     allowed = TOLERANCE.get(dtype, 1e-4)
     if not difference <= allowed:

@@ -18,6 +18,7 @@ from engines.core.shard_plan import ShardPlan, named_like
 from engines.core.weight_memory import WeightMemory
 from engines.parallel.collectives import Axis
 from engines.parallel.copies import weight_sharing_copy
+from engines.parallel.key_rows import forward_over, rows_at_run_time
 from engines.parallel.local_attention import local_kernel
 from engines.parallel.mesh import Team
 from engines.parallel.offload import BlockOffload, offloaded_blocks, offloaded_weights
@@ -43,6 +44,10 @@ FAST: _Key = ("fast",)
 """Key of teams whose weights are arranged for hand-ordered steps."""
 
 
+_TEAM_KERNEL: MakeKernel = partial(team_kernel, crop=rows_at_run_time)
+_WHOLE_QUERIES: MakeKernel = partial(whole_queries, crop=rows_at_run_time)
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
     module: nn.Module
@@ -61,7 +66,7 @@ class ShardedModel:
         model: DenoiserModel,
         on_new_module: PrepareModule | None = None,
         *,
-        make_kernel: MakeKernel = team_kernel,
+        make_kernel: MakeKernel = _TEAM_KERNEL,
         quantises: bool = False,
         attention: str = "auto",
         num_offloaded: int = 0,
@@ -124,7 +129,7 @@ class ShardedModel:
         module = self.module(branch.module, team)
         layout = self.layout(branch, team)
         self._set_kernel(module, team, layout, branch.attention or self._attention)
-        with self._hooks[branch.module].over(layout, team.context):
+        with forward_over(layout), self._hooks[branch.module].over(layout, team.context):
             return self._model.forward(module, branch.arguments)
 
     def set_additions(self, branch: Branch, team: Team, fast: FastWeights | None = None) -> None:
@@ -211,7 +216,7 @@ class ShardedModel:
         for name, stream in self._model.plan.alone:
             self._model.set_kernel(module.get_submodule(name), self._kernel(team, layout.of_stream(stream), attention))
         for pattern in self._model.plan.whole_queries:
-            whole: Kernel = self._kernel_of(whole_queries, attention, team, layout)
+            whole: Kernel = self._kernel_of(_WHOLE_QUERIES, attention, team, layout)
             for inner in named_like(module, pattern):
                 self._model.set_kernel(inner, whole)
         kernels[module] = kernel
@@ -222,7 +227,7 @@ class ShardedModel:
 
     def _made_kernel(self, make: MakeKernel, attention: str, team: Team, layout: TokenLayout) -> Kernel:
         if self._model.plan.reads_lse:
-            make = partial(team_kernel, keeps_lse=True)
+            make = partial(team_kernel, keeps_lse=True, crop=rows_at_run_time)
         return make(self._local_kernel(attention), team, layout)
 
     def _local_kernel(self, attention: str = "auto") -> Kernel:

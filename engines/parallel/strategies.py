@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from engines.core.attention import Kernel, Prefix
-from engines.core.layout import Rows, TokenLayout
+from engines.core.layout import TokenLayout
 from engines.parallel.collectives import (
     Axis,
     all_gather,
@@ -19,20 +19,21 @@ from engines.parallel.collectives import (
     start_rotation,
     wait,
 )
-from engines.parallel.local_attention import crop_keys, finite
+from engines.parallel.key_rows import CropKeys, fixed_rows
+from engines.parallel.local_attention import finite
 from engines.parallel.mesh import Team
 from engines.parallel.ulysses import ulysses, ulysses_in_parts
 
 
-def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
-    """Return ``kernel`` over the keys of every rank of the axis, one rank's share after another.
+def ring(kernels: tuple[Kernel | None, ...], axis: Axis) -> Kernel:
+    """Return attention over the keys of every rank of the axis, one rank's share after another.
 
-    ``rows[j]`` are the valid rows of rank j's keys (None: all; empty: skip that turn). The next share travels while
+    ``kernels[j]`` attends to the valid rows of rank j's keys (None: skip that turn). The next share travels while
     attention works on the present one; partial results are merged in float32. Masks and places are small, so all are
     gathered before the first turn.
     """
     sources = tuple((axis.index - turn) % axis.size for turn in range(axis.size))
-    turns = tuple(_turn(kernel, rows[source]) for source in sources)
+    turns = tuple(kernels[source] for source in sources)
 
     def ring_kernel(
         q_BLHD: Tensor,
@@ -60,10 +61,6 @@ def ring(kernel: Kernel, axis: Axis, rows: tuple[Rows | None, ...]) -> Kernel:
         return merged[0].to(q_BLHD.dtype), merged[1]
 
     return ring_kernel
-
-
-def _turn(kernel: Kernel, rows: Rows | None) -> Kernel | None:
-    return None if rows == () else crop_keys(kernel, rows)
 
 
 def _merge(merged: tuple[Tensor, Tensor] | None, part: tuple[Tensor, Tensor], *, masked: bool) -> tuple[Tensor, Tensor]:
@@ -105,7 +102,7 @@ def allgather_kv(kernel: Kernel, axis: Axis) -> Kernel:
     return allgather_kernel
 
 
-def whole_queries(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
+def whole_queries(local: Kernel, team: Team, layout: TokenLayout, *, crop: CropKeys = fixed_rows) -> Kernel:
     """Return attention of queries that all ranks hold whole, each beside its chunk of the keys.
 
     Every rank attends to its own keys, and the results are merged: queries that are few cost less to exchange than
@@ -114,8 +111,7 @@ def whole_queries(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
     axis = team.context
     if axis.size == 1:
         return local
-    rows = layout.valid_rows(axis.index, 1)
-    attend = crop_keys(local, rows)
+    attend = _attention_to(local, layout, axis.index, 1, crop)
     is_padded = any(layout.valid_rows(rank, 1) == () for rank in range(axis.size))
 
     def kernel(
@@ -127,7 +123,7 @@ def whole_queries(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
         mask_BM: Tensor | None = None,
         prefix: Prefix | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if rows == ():
+        if attend is None:
             out_BLHD, lse_BHL = torch.zeros_like(q_BLHD), torch.full_like(q_BLHD[..., 0].mT, -torch.inf).float()
         else:
             out_BLHD, lse_BHL = attend(q_BLHD, k_BKGD, v_BKGD, mask_BM=mask_BM, prefix=prefix)
@@ -140,12 +136,23 @@ def whole_queries(local: Kernel, team: Team, layout: TokenLayout) -> Kernel:
     return kernel
 
 
+def _attention_to(local: Kernel, layout: TokenLayout, first: int, num: int, crop: CropKeys) -> Kernel | None:
+    """Return attention to the unpadded keys of some chunks; None if all of them are padding."""
+    return None if layout.valid_rows(first, num) == () else crop(local, layout, first, num)
+
+
 MakeKernel = Callable[[Kernel, Team, TokenLayout], Kernel]
 """Makes attention over the tokens of a team from attention on one device."""
 
 
 def team_kernel(
-    local: Kernel, team: Team, layout: TokenLayout, *, num_parts: int = 1, keeps_lse: bool = False
+    local: Kernel,
+    team: Team,
+    layout: TokenLayout,
+    *,
+    num_parts: int = 1,
+    keeps_lse: bool = False,
+    crop: CropKeys = fixed_rows,
 ) -> Kernel:
     """Return attention over the whole team's tokens: ulysses(ring(local)) or ulysses(allgather_kv(local)).
 
@@ -155,10 +162,10 @@ def team_kernel(
     """
     inner = team.ulysses.size
     if team.ring.size > 1:
-        rows = tuple(layout.valid_rows(turn * inner, inner) for turn in range(team.ring.size))
-        kernel = ring(local, team.ring, rows)
+        turns = range(0, layout.num_chunks, inner)
+        kernel = ring(tuple(_attention_to(local, layout, first, inner, crop) for first in turns), team.ring)
     else:
-        kernel = crop_keys(local, layout.valid_rows(0, layout.num_chunks))
+        kernel = crop(local, layout, 0, layout.num_chunks)
         kernel = allgather_kv(kernel, team.allgather_kv) if team.allgather_kv.size > 1 else kernel
     if inner == 1:
         return kernel

@@ -8,14 +8,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from engines.core.layout import TokenLayout
+from engines.core.resources import LRUCache
 from engines.core.shard_plan import ShardPlan, TokenGather, TokenShard, named_like
+from engines.core.torch_private import version_of
 from engines.parallel.collectives import Axis, all_gather
+
+MAX_CUTS = 16
+"""Cuts that are held. A tensor that each block has of its own is not used again."""
 
 
 class TokenHooks:
@@ -24,6 +31,8 @@ class TokenHooks:
     def __init__(self, module: nn.Module, plan: ShardPlan) -> None:
         self._layout: TokenLayout | None = None
         self._axis: Axis | None = None
+        self._cuts = LRUCache[tuple[Tensor, Tensor]](MAX_CUTS)
+        """Recent tensors of this forward and their cuts: the same ones go to each block."""
         self._handles: list[RemovableHandle] = []
         for shard in plan.shards:
             for target in named_like(module, shard.module):
@@ -44,6 +53,7 @@ class TokenHooks:
             yield
         finally:
             self._layout = self._axis = None
+            self._cuts.clear()
 
     def _cut(self, x: Any, shard: TokenShard) -> Any:
         """Return this rank's part of ``x``; of a list or tuple, of each item."""
@@ -58,7 +68,11 @@ class TokenHooks:
             return x
         if x.shape[shard.dim] == 1 != sum(map(self._layout.length, shard.streams)):  # one row for all tokens
             return x
-        return self._layout.cut_streams(x, dim=shard.dim, streams=shard.streams, index=self._axis.index)
+        cut = partial(self._layout.cut_streams, x, dim=shard.dim, streams=shard.streams, index=self._axis.index)
+        if torch.compiler.is_compiling():
+            return cut()
+        _, piece = self._cuts.get((id(x), version_of(x), shard.dim, shard.streams), lambda: (x, cut()))
+        return piece
 
     def _register_shard(self, target: nn.Module, shard: TokenShard) -> None:
         if shard.where == "output":

@@ -93,7 +93,6 @@ class TorchEngine:
         specs = divide(model, strategy, device=self.device, attention=attention, **how, **gang)
         self.division = Division(specs, model.plan, others=others, **gang)
         self._model = model
-        self._has_dynamic_shapes = model.dynamic_shapes and num_ranks == 1  # else kernels hold a layout of tokens
         self._memory = memory_floor(model, self.config.precision, self.config.offloaded_blocks)
         self._fitting_shapes, self._run_shapes = (LRUCache[None](MAX_SEEN_SHAPES) for _ in range(2))
         self._was_warm, self._sharded = False, self._make_sharded(attention)
@@ -235,7 +234,7 @@ class TorchEngine:
                 swap_linears(module, plan, scheme, amax, on_host=stay)
             move_from_host((x for own, x in module.named_parameters() if own not in stay), self.device)
         if self.config.compile_blocks:
-            compile_blocks(module, plan, dynamic=self._has_dynamic_shapes)
+            compile_blocks(module, plan, dynamic=self._model.dynamic_shapes)
 
 
 def _name(strategy: str | TeamSpecs) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -10,9 +11,11 @@ from torch import Tensor
 
 from engines.core.attention import EarlyKernel, Kernel, Prefix
 from engines.core.layout import TokenLayout
+from engines.core.resources import rank_resources
+from engines.parallel.key_rows import current_layout, rows_at_run_time, streams_of
 from engines.parallel.mesh import Team
 from engines.parallel.strategies import MakeKernel, team_kernel
-from engines.torch_engine.exchange.heads import masked_attention_of
+from engines.torch_engine.exchange.heads import masked_attention_of, whole_masked_attention
 from engines.torch_engine.exchange.peer_attention import peer_allgather_kv, peer_ulysses
 from engines.torch_engine.exchange.peer_memory import reachable
 
@@ -51,7 +54,8 @@ class ExchangeRules:
 
 def module_kernels(peer_memory: bool, device: torch.device, dtype: torch.dtype) -> tuple[MakeKernel, ...]:
     """Return the kernels that ``kernel_by_length`` chooses from, so that all can be checked."""
-    return team_kernel, partial(_long_step_kernel, peer_memory=peer_memory, device=device, dtype=dtype)
+    short = partial(team_kernel, crop=rows_at_run_time)
+    return short, partial(_long_step_kernel, peer_memory=peer_memory, device=device, dtype=dtype)
 
 
 @cache
@@ -77,14 +81,25 @@ def goes_in_parts(rules: ExchangeRules, num_tokens: int) -> bool:
 def _long_step_kernel(
     local: Kernel, team: Team, layout: TokenLayout, *, peer_memory: bool, device: torch.device, dtype: torch.dtype
 ) -> Kernel:
-    fallback = team_kernel(local, team, layout, num_parts=NUM_PARTS)
+    fallback = team_kernel(local, team, layout, num_parts=NUM_PARTS, crop=rows_at_run_time)
     if not (peer_memory and meets_peers(team) and reachable(team.context, device, dtype)):
         return fallback
-    if team.ulysses.size > 1:
-        attend = masked_attention_of(local, layout.valid_rows(0, layout.num_chunks))
-        peers = peer_ulysses(attend, team.ulysses, device)
-        return where_even(peers, fallback, team.ulysses.size)
-    return where_even(peer_allgather_kv(masked_attention_of(local), team.allgather_kv, layout, device), fallback, 1)
+    return where_even(_peer_kernel(local, team, streams_of(layout), device), fallback, team.ulysses.size)
+
+
+class PeerKernels(dict[Hashable, Kernel]):
+    """Kernels of a rank, which serve all layouts of the same streams: compiled code refers to their operations."""
+
+
+def _peer_kernel(local: Kernel, team: Team, streams: str, device: torch.device) -> Kernel:
+    """Return attention through peer memory over the current forward's layout of these streams."""
+    kernels, key = rank_resources().get(PeerKernels), (local, team.ulysses, team.allgather_kv, streams)
+    layout = partial(current_layout, streams)
+    if key not in kernels and team.ulysses.size > 1:
+        kernels[key] = peer_ulysses(whole_masked_attention(local, layout), team.ulysses, device)
+    elif key not in kernels:
+        kernels[key] = peer_allgather_kv(masked_attention_of(local), team.allgather_kv, layout, device)
+    return kernels[key]
 
 
 def meets_peers(team: Team) -> bool:

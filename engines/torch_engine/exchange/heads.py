@@ -22,6 +22,7 @@ from engines.core.layout import TokenLayout
 from engines.core.torch_private import cudnn_attention
 from engines.fast.kernels import HeadNorms, join_columns, norm_and_rotate
 from engines.parallel.collectives import Axis, start_all_to_all, wait
+from engines.parallel.key_rows import valid_rows
 from engines.parallel.local_attention import crop_keys, cudnn_flash, take_rows
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -166,6 +167,16 @@ def masked_attention_of(kernel: Kernel, key_rows: TokenRows | None = None) -> Ma
         if mask_BM is None:
             return attend(q_BLHD, k_BMHD, v_BMHD)
         return masked(q_BLHD, k_BMHD, v_BMHD, mask_BM=mask_BM)[0]
+
+    return run
+
+
+def whole_masked_attention(kernel: Kernel, layout: Callable[[], TokenLayout]) -> MaskedAttend:
+    """Return the same over the unpadded keys of all ranks, by the layout when it runs."""
+
+    def run(q_BLHD: Tensor, k_BMHD: Tensor, v_BMHD: Tensor, mask_BM: Tensor | None) -> Tensor:
+        now = layout()
+        return masked_attention_of(kernel, valid_rows(now, 0, now.num_chunks))(q_BLHD, k_BMHD, v_BMHD, mask_BM)
 
     return run
 

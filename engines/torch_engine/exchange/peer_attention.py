@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from engines.core.attention import EarlyKernel, Kernel
 from engines.core.layout import Rows, TokenLayout
 from engines.fast.interface import GRAPH_PRIORITY, SideStream, wait_for
 from engines.parallel.collectives import Axis
+from engines.parallel.key_rows import streams_of
 from engines.parallel.local_attention import take_rows
 from engines.torch_engine.exchange.heads import MaskedAttend
 from engines.torch_engine.exchange.peer_heads import one_operation, two_operations
@@ -189,10 +191,12 @@ def _split(x_N: Tensor, shapes: Sequence[tuple[int, ...]]) -> list[Tensor]:
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def peer_allgather_kv(attend: MaskedAttend, axis: Axis, layout: TokenLayout, device: torch.device) -> EarlyKernel:
-    """Return attention for the ranks of one host (see ``peer_memory.reachable``), each with its chunk of ``layout``.
+def peer_allgather_kv(
+    attend: MaskedAttend, axis: Axis, layout: Callable[[], TokenLayout], device: torch.device
+) -> EarlyKernel:
+    """Return attention for the ranks of one host (see ``peer_memory.reachable``), each with its chunk of a layout.
 
-    No LSE and no prefix; any number of heads.
+    ``layout`` gives it at each call; the streams are always the same. No LSE and no prefix; any number of heads.
     """
     return two_operations(PeerKeys(attend, axis, layout, device), axis)
 
@@ -200,14 +204,12 @@ def peer_allgather_kv(attend: MaskedAttend, axis: Axis, layout: TokenLayout, dev
 class PeerKeys:
     """Attention to the keys of all ranks. Memory is made at a shape's first (uncaptured) call."""
 
-    def __init__(self, attend: MaskedAttend, axis: Axis, layout: TokenLayout, device: torch.device) -> None:
-        self._attend, self._axis = attend, axis
-        self._valid, self._streams_named = layout.valid_rows(0, axis.size), " ".join(name for name, _ in layout.lengths)
-        self._rows = tuple(_rows_of(layout, rank) for rank in range(axis.size))
-        self._offsets = tuple(itertools.accumulate(map(_num_rows, self._rows), initial=0))
+    def __init__(
+        self, attend: MaskedAttend, axis: Axis, layout: Callable[[], TokenLayout], device: torch.device
+    ) -> None:
+        self._attend, self._axis, self._layout = attend, axis, layout
         self._streams = copy_streams(axis, device, to_self=True)
-        self._sent: tuple[PeerMemory, Tensor, tuple[Tensor, Tensor]] | None = None
-        """Shared memory, in it this rank's ``keys_values_2BMGD``, and what is sent, held until it has arrived."""
+        self._sent: _SentKeys | None = None
 
     def __call__(self, q_BLHD: Tensor, k_BKGD: Tensor, v_BKGD: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """Return the result of this rank's queries, contiguous."""
@@ -219,49 +221,77 @@ class PeerKeys:
 
         A compiler may run attention of other streams, as those of clip and sound, between this and ``attend``.
         """
-        self._send(k_BKGD, v_BKGD, f"keys sent early of {self._streams_named}")
+        self._send(k_BKGD, v_BKGD, f"keys sent early of {streams_of(self._layout())}")
 
     def _send(self, k_BKGD: Tensor, v_BKGD: Tensor, use: str) -> None:
         assert self._sent is None, "keys are sent before those sent last were attended to"
-        shared, keys_values = self._memory(k_BKGD, use)
+        rows = _key_rows(self._layout())
+        shared, keys_values = self._memory(k_BKGD, rows.num, use)
         sent = k_BKGD.contiguous(), v_BKGD.contiguous()
         shared.barrier(channel=0)  # all ranks have read the previous call's keys
+        first, own = rows.offsets[self._axis.index], rows.by_rank[self._axis.index]
         for rank, stream in self._streams.items():
             with stream.run():
-                self._copy(sent, keys_values[rank])
-        self._sent = shared, keys_values[self._axis.index], sent
+                _copy_rows(sent, own, keys_values[rank], first)
+        self._sent = _SentKeys(shared, keys_values[self._axis.index], sent, rows.valid)
 
     def attend(self, q_BLHD: Tensor, mask_BN: Tensor | None = None) -> Tensor:
         """See ``KeysFirst.attend``. The result is contiguous."""
         assert self._sent is not None, "no keys were sent"
-        (shared, keys_values_2BMGD, _), self._sent = self._sent, None
+        (shared, keys_values_2BMGD, _, valid), self._sent = self._sent, None
         for stream in self._streams.values():
             stream.wait()
         shared.barrier(channel=1)
-        mask_BM = mask_BN if mask_BN is None or self._valid is None else take_rows(mask_BN, self._valid)
+        mask_BM = mask_BN if mask_BN is None or valid is None else take_rows(mask_BN, valid)
         k_BMGD, v_BMGD = keys_values_2BMGD
         return self._attend(q_BLHD, k_BMGD, v_BMGD, mask_BM).contiguous()
 
-    def _copy(self, sent: tuple[Tensor, Tensor], target_2BMGD: Tensor) -> None:
-        for source_BKGD, part_BMGD in zip(sent, target_2BMGD, strict=True):
-            first = self._offsets[self._axis.index]
-            for start, stop in self._rows[self._axis.index]:
-                copy_heads(part_BMGD[:, first : first + stop - start], source_BKGD[:, start:stop])
-                first += stop - start
-
-    def _memory(self, k_BKGD: Tensor, use: str) -> tuple[PeerMemory, tuple[Tensor, ...]]:
+    def _memory(self, k_BKGD: Tensor, num_keys: int, use: str) -> tuple[PeerMemory, tuple[Tensor, ...]]:
         """Return the shared memory, and in it each rank's ``keys_values_2BMGD``."""
         batch, _, *head = k_BKGD.shape
-        shape = torch.Size((2, batch, self._offsets[-1], *head))
+        shape = torch.Size((2, batch, num_keys, *head))
         shared = PeerMemory.open(shape.numel(), k_BKGD, self._axis, use=use)
         return shared, tuple(view.view(shape) for view in shared.views_W)
 
 
-def _rows_of(layout: TokenLayout, rank: int) -> Rows:
-    """Return the unpadded rows of a rank's chunk; none if there are fewer tokens than ranks."""
-    rows = layout.valid_rows(rank, 1)
-    return ((0, layout.chunk_length),) if rows is None else rows
+class _SentKeys(NamedTuple):
+    """Keys and values on their way."""
+
+    shared: PeerMemory
+    """Memory in which all ranks receive them."""
+    keys_values_2BMGD: Tensor
+    """This rank's part of it."""
+    sent: tuple[Tensor, Tensor]
+    """What this rank sends, held until it has arrived."""
+    valid: Rows | None
+    """Unpadded rows of all ranks' chunks (None: all)."""
 
 
-def _num_rows(rows: Rows) -> int:
-    return sum(stop - start for start, stop in rows)
+class _KeyRows(NamedTuple):
+    """Where the unpadded keys of a layout come from, and go to."""
+
+    by_rank: tuple[Rows, ...]
+    """Rows of each rank's chunk; none if there are fewer tokens than ranks."""
+    offsets: tuple[int, ...]
+    """Place of each rank's first key among those of all ranks."""
+    num: int
+    """Keys of all ranks."""
+    valid: Rows | None
+    """Rows of all ranks' chunks (None: all)."""
+
+
+@lru_cache(maxsize=256)
+def _key_rows(layout: TokenLayout) -> _KeyRows:
+    chunks = (layout.valid_rows(rank, 1) for rank in range(layout.num_chunks))
+    by_rank = tuple(((0, layout.chunk_length),) if rows is None else rows for rows in chunks)
+    *offsets, num = itertools.accumulate((sum(stop - start for start, stop in rows) for rows in by_rank), initial=0)
+    return _KeyRows(by_rank, tuple(offsets), num, layout.valid_rows(0, layout.num_chunks))
+
+
+def _copy_rows(sent: tuple[Tensor, Tensor], rows: Rows, target_2BMGD: Tensor, first: int) -> None:
+    """Copy the given rows of keys and values, to ``first`` and after it."""
+    for source_BKGD, part_BMGD in zip(sent, target_2BMGD, strict=True):
+        place = first
+        for start, stop in rows:
+            copy_heads(part_BMGD[:, place : place + stop - start], source_BKGD[:, start:stop])
+            place += stop - start

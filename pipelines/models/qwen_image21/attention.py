@@ -124,14 +124,16 @@ def _encode_seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict
     numbers_M, _ = module.build_token_metadata(is_picture_M, grids)
     time = timestep.new_zeros(1) if module.config.causal_condition else timestep
     _, modulation_BC = _modulation(module, time, x_BPC)
-    layer_cache = list[Tensor]()
+    several_2BPHD = list[Tensor]()
     runs = tuple(_segments(numbers_M[:num].tolist()))
     segments = Segments(kernel=local_kernel(x_BPC.device, x_BPC.dtype), runs=runs)
     for block in module.transformer_blocks:
+        layer_cache = list[Tensor]()  # compiled code is made for a list's length
         options = {"rotary_emb": rotation_MD[:num], "layer_cache": layer_cache, "segments": segments}
         with on_device(block):
             x_BPC = block.forward(x_BPC, modulation_BC, **options)
-    return {KEYS_VALUES: torch.stack(layer_cache), ROTATION: rotation_MD[num:].clone()}
+        several_2BPHD += layer_cache
+    return {KEYS_VALUES: torch.stack(several_2BPHD), ROTATION: rotation_MD[num:].clone()}
 
 
 def _modulation(module: Any, timestep: Tensor, x_BLC: Tensor) -> tuple[Tensor, Tensor]:

@@ -41,6 +41,7 @@ from engines.core.torch_private import (
     is_operator,
     keep_kernel_choices,
     load_compiled,
+    mark_static,
     nccl_communicator,
     process_group,
     raise_recompile_limit,
@@ -207,6 +208,22 @@ def test_code_for_two_equal_sizes_serves_different_ones() -> None:
             compiled(torch.zeros(4), torch.zeros(5))
         num_compiled.append(len(graphs))
     assert num_compiled == [2, 1]
+    torch._dynamo.reset()
+
+
+def test_a_static_dim_has_no_symbol() -> None:
+    symbols: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        symbols.append(sum(isinstance(x, torch.SymInt) for x in inputs))
+        return graph.forward
+
+    compiled = torch.compile(lambda x: x + 1, dynamic=True, backend=backend)
+    for length in (4, 5):
+        x = torch.zeros(length, 7)
+        mark_static(x, 1)
+        assert compiled(x).sum() == 7 * length
+    assert symbols == [1]
     torch._dynamo.reset()
 
 

@@ -51,7 +51,7 @@ def make_kernel(name: str, rank: int) -> Kernel:
     groups = Groups.of_gang()
     world = Axis(ranks=(0, 1, 2, 3), index=rank, group=groups.name((0, 1, 2, 3)))
     if name == "ring":
-        return ring(cpu_flash, world, (None,) * 4)
+        return ring((cpu_flash,) * 4, world)
     if name == "allgather_kv":
         return allgather_kv(cpu_flash, world)
     if " in " in name:
@@ -94,6 +94,6 @@ def test_heads_are_shared_out_evenly(heads: int, wanted: int, given: int) -> Non
 
 
 def test_a_ring_of_padding_only_is_our_mistake() -> None:
-    nothing = ring(cpu_flash, Axis(ranks=(0,), index=0), ((),))
+    nothing = ring((None,), Axis(ranks=(0,), index=0))
     with pytest.raises(AssertionError, match="every rank's keys are padding"):
         nothing(*qkv())

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from engines.core.tensors import relative_difference
@@ -179,33 +180,48 @@ VARYING = {
     "flux 3": Case(make=tiny_flux3.flux3),
     "minimax": Case(make=tiny_minimax.minimax_h3, num_frames=124),
 }
-QUICK = ("ernie", "cosmos")
+KINDS = {("qwen 2.1", 1): 2, ("qwen 2.1", 2): 2, ("flux 3", 1): 2, ("flux 3", 2): 3}
+"""Kinds of blocks, by their calls and kernels too, where there are several: by model and number of ranks."""
+QUICK = (("ernie", 1), ("ernie", 2), ("cosmos", 2))
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in VARYING]
+    ("name", "num_ranks", "strategy"),
+    [
+        pytest.param(name, num, strategy, marks=[] if (name, num) in QUICK and strategy != "ring" else pytest.mark.slow)
+        for name in VARYING
+        for num, strategy in ((1, "ulysses"), (2, "ulysses"), (2, "allgather_kv"), (2, "ring"))
+    ],
 )
-def test_prompts_of_all_lengths_share_compiled_blocks(name: str, folders: Callable[[Any], Path]) -> None:
-    """Other sizes do, too. A gang's self-check has blocks of its own."""
-    case, checkpoint = VARYING[name], Checkpoint(folders(VARYING[name].make))
+def test_prompts_of_all_lengths_share_compiled_blocks(
+    name: str, num_ranks: int, strategy: str, folders: Callable[[Any], Path]
+) -> None:
+    """Other sizes do, too. A gang's self-check has blocks of its own. Tokens are even and uneven over two ranks."""
+    case, folder = VARYING[name], folders(VARYING[name].make)
+    for num_of_check, num_graphs in gang(num_ranks).run(graphs_of_lengths, case, folder, strategy):
+        assert [num - num_of_check for num in num_graphs] == [KINDS.get((name, num_ranks), 1)] * 3
+
+
+def graphs_of_lengths(case: Case, folder: Path, strategy: str) -> tuple[int, list[int]]:
+    """Return the compiled graphs after a self-check, and after steps of three lengths, which are right."""
+    checkpoint, ranks = Checkpoint(folder), tuple(range(dist.get_world_size()))
     opened = OpenedPipeline(checkpoint.path, torch.device("cpu"), torch.float32)
     plain = PlainEngine(model=checkpoint.denoiser())
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     with patch.object(engine_module, "compile_blocks", partial(compile_blocks, backend="eager")):
-        engine = TorchEngine(checkpoint.denoiser(), fast=False, compiled=True)
+        engine = TorchEngine(checkpoint.denoiser(), strategy=strategy, fast=False, compiled=True)
         with static_shapes():
-            engine.predict(checkpoint.denoiser().probe()[:1], (0,))
-        num_of_check, shapes, graphs = counters["stats"]["unique_graphs"], set(), set()
+            engine.predict(checkpoint.denoiser().probe()[:1], ranks)
+        num_of_check, shapes, graphs = counters["stats"]["unique_graphs"], set(), list[int]()
         for num_tokens, sides in ((3, (3, 5)), (40, (3, 5)), (9, (4, 6))):
             request = request_of(replace(case, sides=sides), checkpoint.path)
             (branch, *_) = first_step(opened, request, num_tokens, torch.Generator().manual_seed(num_tokens))
-            (answer,), (expected,) = (one.predict((branch,), (0,)) for one in (engine, plain))
+            (answer,), (expected,) = engine.predict((branch,), ranks), plain.predict((branch,), (0,))
             assert relative_difference(answer, expected) <= TOLERANCE
             shapes.add(str(shape_of(branch)))
-            graphs.add(counters["stats"]["unique_graphs"])
+            graphs.append(counters["stats"]["unique_graphs"])
         engine.close()
     assert len(shapes) == 3
-    assert len(graphs) == 1
-    assert graphs.pop() > num_of_check
+    return num_of_check, graphs

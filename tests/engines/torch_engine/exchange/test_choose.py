@@ -12,9 +12,11 @@ import torch
 
 from engines.core.attention import EarlyKernel, Prefix
 from engines.core.layout import TokenLayout
+from engines.core.resources import rank_resources
+from engines.parallel.key_rows import forward_over
 from engines.parallel.local_attention import plain_attention
 from engines.parallel.mesh import Team
-from engines.torch_engine.exchange.choose import ExchangeRules, kernel_by_length
+from engines.torch_engine.exchange.choose import ExchangeRules, PeerKernels, kernel_by_length
 from engines.torch_engine.exchange.heads import MaskedAttend
 from tests.engines.torch_engine.support.teams import team_of
 from tests.engines.torch_engine.support.thread_memory import CPU
@@ -32,9 +34,14 @@ def peers_within_reach() -> Iterator[None]:
 
     ways = {name: named(name) for name in ("peer_ulysses", "peer_allgather_kv", "team_kernel")}
     with patch.multiple(WHERE, **ways, reachable=lambda *_: True):
-        kernel_by_length.cache_clear()
+        forget_kernels()
         yield
+    forget_kernels()
+
+
+def forget_kernels() -> None:
     kernel_by_length.cache_clear()
+    rank_resources().get(PeerKernels).clear()
 
 
 def chosen(team: Team, rules: ExchangeRules, **options: Any) -> str:
@@ -52,17 +59,21 @@ def test_long_steps_of_one_strategy_share_memory() -> None:
 
 
 def test_padding_is_left_out_with_a_mask_and_without() -> None:
-    """Six tokens on four ranks: two each, and none on the last."""
-    layout, attends = TokenLayout(lengths=(("clip", 6),), num_chunks=4), list[MaskedAttend]()
+    """Five and six tokens on four ranks: two each, and one or none on the last two. One kernel serves both."""
+    attends = list[MaskedAttend]()
     with patch(f"{WHERE}.peer_ulysses", lambda attend, *_: attends.append(attend)):
-        kernel_by_length(replace(LONG, parts_from_tokens=6), CPU, torch.float32)(
-            plain_attention, team_of(ulysses=4), layout
-        )
-    (attend,) = attends
-    q, k, v = torch.randn(3, 1, 8, 2, 4).unbind()
-    for mask_BM in (None, torch.arange(8)[None] % 3 > 0):
-        expected = plain_attention(q, k[:, :6], v[:, :6], mask_BM=None if mask_BM is None else mask_BM[:, :6])[0]
-        torch.testing.assert_close(attend(q, k, v, mask_BM), expected)
+        for num_tokens in (6, 5):
+            layout = TokenLayout(lengths=(("clip", num_tokens),), num_chunks=4)
+            kernel_by_length(replace(LONG, parts_from_tokens=5), CPU, torch.float32)(
+                plain_attention, team_of(ulysses=4), layout
+            )
+            q, k, v = torch.randn(3, 1, 8, 2, 4).unbind()
+            for mask_BM in (None, torch.arange(8)[None] % 3 > 0):
+                masks = None if mask_BM is None else mask_BM[:, :num_tokens]
+                expected = plain_attention(q, k[:, :num_tokens], v[:, :num_tokens], mask_BM=masks)[0]
+                with forward_over(layout):
+                    torch.testing.assert_close(attends[0](q, k, v, mask_BM), expected)
+    assert len(attends) == 1
 
 
 def test_only_gathered_keys_can_travel_before_queries_are_made() -> None:

@@ -39,7 +39,7 @@ def shared_memory() -> Iterator[None]:
 
 def kernels(layout: TokenLayout) -> list[EarlyKernel]:
     attend = masked_attention_of(plain_attention)
-    return [peer_allgather_kv(attend, axis_of(rank), layout, CPU) for rank in range(WORLD)]
+    return [peer_allgather_kv(attend, axis_of(rank), lambda: layout, CPU) for rank in range(WORLD)]
 
 
 def qkv(layout: TokenLayout, seed: int, heads: int, key_heads: int) -> tuple[Tensor, ...]:
@@ -121,7 +121,7 @@ def test_compilers_make_queries_last_and_keep_keys_until_they_have_arrived() -> 
 
     The cache of compiled graphs is off: an operation's declaration is not part of its key.
     """
-    kernel = peer_allgather_kv(masked_attention_of(plain_attention), LONE, WHOLE, CPU)
+    kernel = peer_allgather_kv(masked_attention_of(plain_attention), LONE, lambda: WHOLE, CPU)
     layers_3CC = torch.eye(DIM) + torch.rand(3, DIM, DIM) / 8
 
     def attention(x_BLC: Tensor) -> Tensor:

@@ -65,7 +65,8 @@ def grouped_difference(axis: Axis, device: torch.device) -> float:
     local = local_kernel(device, torch.float32)
     attend = masked_attention_of(local)
     layout = TokenLayout(lengths=(("text", 16 * axis.size), ("picture", 192 * axis.size)), num_chunks=axis.size)
-    kernels: list[Kernel] = [peer_ulysses(attend, axis, device), peer_allgather_kv(attend, axis, layout, device)]
+    keys = peer_allgather_kv(attend, axis, lambda: layout, device)
+    kernels: list[Kernel] = [peer_ulysses(attend, axis, device), keys]
     generator, worst = torch.Generator().manual_seed(1), 0.0
     for kernel, _ in itertools.product(kernels, range(NUM_RUNS)):
         shapes = [(192, 12), *[(208, 4)] * 2]
