@@ -135,7 +135,9 @@ class Denoiser:
         decode_s: float = 0.0,
         accepted: bool = False,
     ) -> AsyncGenerator[tuple[StageEvent, ...]]:
-        """Yield events in groups, ``EVENTS_EVERY_S`` apart, ending with ``JobDone``. Closing cancels the job.
+        """Yield events in groups, ``EVENTS_EVERY_S`` apart. The last is ``JobDone``, or an error of the gang.
+
+        Closing cancels the job.
 
         Each group costs a millisecond of CPU time in two processes. ``encoded`` is a list of one reference, which lets
         the call start before the encoder is done. The caller owns it until the job ends. ``exclusive``: run without
@@ -169,7 +171,7 @@ class Denoiser:
                 yield (refusal,)
             except GangBrokenError as error:
                 error.replica = self._name
-                raise
+                yield (error,)
 
     async def _move(self, asleep: bool) -> Sequence[MemoryUse]:
         """Bring the gang's weights to the host, or back."""
