@@ -72,7 +72,9 @@ async def submitted_with(
         _load=ReplicaLoad(gang, start_s=1.0, node_id="0a", head_id="0b"),
         _checkpoint=SimpleNamespace(num_steps=num_steps, spec=SPEC),
     )
-    events = [group async for group in denoiser.denoise("j", request, [encoded], decode_s=decode_s)]  # type: ignore[list-item]
+    references: Any = [encoded]
+    events = [group async for group in denoiser.denoise("j", request, references, decode_s=decode_s)]
+    assert not (jobs and references), "frames of a cancelled call would hold the conditioning beyond its end"
     return jobs, events
 
 
