@@ -147,7 +147,7 @@ def load_single_file(kind: Any, file: Path, config: Path, device: torch.device, 
     try:
         model, written = _outline(kind, config)
         tensors = _without_marks(tensors, written)
-        if faults := _faults(kind, tensors, config):
+        if faults := _faults(kind, tensors, model, written):
             raise ValueError(faults)
         model.load_state_dict(_translated(kind, dict(tensors), model, written), strict=False, assign=True)
         model = model.to(device).eval()
@@ -345,7 +345,7 @@ def load_part(kind: Any, name: str, file: Path, config: Path, device: torch.devi
     tensors = _read_file(file, dtype, PART_PREFIXES[name])
     try:
         if issubclass(kind, ModelMixin):
-            if faults := _faults(kind, tensors, config, UNUSED_OF_PARTS):
+            if faults := _faults(kind, tensors, *_outline(kind, config), UNUSED_OF_PARTS):
                 raise ValueError(faults)
             model = kind.from_single_file(dict(tensors), config=str(config), device=device)
         else:
@@ -441,11 +441,15 @@ def _read_gguf(file: Path, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
         yield written.name, tensor if shape is None else tensor.reshape(shape.contents())
 
 
-def _faults(kind: Any, tensors: Mapping[str, Tensor], config: Path, unused: re.Pattern[str] = UNUSED) -> str:
-    """Return missing and unread keys after diffusers' translation of names, on shapes only; empty if none."""
+def _faults(
+    kind: Any, tensors: Mapping[str, Tensor], model: Any, written: Any, unused: re.Pattern[str] = UNUSED
+) -> str:
+    """Return missing and unread keys after diffusers' translation of names, on shapes only; empty if none.
+
+    ``model`` is the outline of a ``kind``, and ``written`` its configuration.
+    """
     from pipelines.component_weights import describe_faults, sources_of, track
 
-    model, written = _outline(kind, config)
     own = set(model.state_dict())
     tracked = track({name: tensor.to("meta") for name, tensor in tensors.items()}, set())
     translated = _translated(kind, tracked, model, written)

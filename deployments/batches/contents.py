@@ -68,9 +68,10 @@ class Contents:
         return path if path.is_file() else None
 
     def names(self, folder: str) -> set[str]:
-        """Return the names of the files in ``folder``, without it."""
+        """Return the names of the files and folders in ``folder``, without it."""
         if self.bucket is not None:
-            return {one.name.rpartition("/")[2] for one in self.bucket.list(f"{PREFIX}/{folder}")}
+            prefix = f"{PREFIX}/{folder}".rstrip("/")
+            return {one.name.removeprefix(f"{prefix}/").partition("/")[0] for one in self.bucket.list(prefix)}
         path = self.root / folder
         return {one.name for one in path.iterdir() if one.name[0] != "."} if path.is_dir() else set()
 

@@ -139,10 +139,11 @@ class BatchStore:
         async with self.database.engine.connect() as connection:
             return [_file_record(row) for row in await connection.execute(query)]
 
-    async def file_ids(self) -> set[str]:
-        """Return the ids of all files."""
+    async def content_names(self) -> set[str]:
+        """Return the names of all content that has a record: files, and the folders of open batches."""
+        names = select(FileRow.id).union_all(select(BatchRow.id).where(BatchRow.status.in_(OPEN)))
         async with self.database.engine.connect() as connection:
-            return set(await connection.scalars(select(FileRow.id)))
+            return set(await connection.scalars(names))
 
     async def remove_file(self, file_id: str) -> None:
         async with self.database.engine.begin() as connection:
@@ -201,11 +202,17 @@ class BatchStore:
         before, claim.batch.status = claim.batch.status, status
         values: dict[str, Any] = {"record_json": to_json(claim.batch), "status": status}
         if not claim.batch.is_open:
-            values["owner"] = ""
+            values |= {"owner": "", "lease_until_s": time.time()}
         if await self._write(claim, *unless, **values) is not None:
             return True
         claim.batch.status = before
         return False
+
+    async def remove_ended(self, before_s: float) -> None:
+        """Delete the records of batches that ended before the Unix time ``before_s``. Their files stay."""
+        old = (BatchRow.status.not_in(OPEN), BatchRow.lease_until_s < before_s)
+        async with self.database.engine.begin() as connection:
+            await connection.execute(delete(BatchRow).where(*old))
 
     async def give_back(self, claim: BatchClaim) -> None:
         await self._write(claim, owner="")

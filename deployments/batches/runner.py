@@ -25,7 +25,7 @@ MAX_WAIT_S = 30.0
 REFUSED = (429, 503)
 """Statuses after which a request is sent again."""
 ORPHAN_S = 3600.0
-"""Time for which content without a record stays. Its record may be on its way."""
+"""Time for which content without a record stays, since its record may be on its way. Interval of deletions."""
 LINE_KEYS = {"custom_id", "method", "url", "body"}
 
 Send = Callable[[str, str, Mapping[str, Any], str], Awaitable[tuple[int, Mapping[str, str], Any]]]
@@ -52,8 +52,12 @@ class BatchRunner:
     Each answer is a file as soon as it is there, so that what was made is not made again.
     """
 
-    def __init__(self, store: BatchStore, contents: Contents, send: Send, poll_s: float) -> None:
+    def __init__(
+        self, store: BatchStore, contents: Contents, send: Send, poll_s: float, keep_s: float | None = None
+    ) -> None:
         self._store, self._contents, self._send, self._poll_s = store, contents, send, poll_s
+        self._keep_s = keep_s
+        """Age at which ended batches are deleted; None keeps them."""
         self._orphans, self._looked_s = set[str](), -math.inf
         """Content without a record, and when it was looked for."""
 
@@ -61,19 +65,24 @@ class BatchRunner:
         """Work until cancelled."""
         while True:
             try:
+                await self._sweep()
                 while claim := await taken(self._store.take(), self._store.give_back):
                     await self._work(claim)
-                await self._sweep()
+                    await self._sweep()
             except Exception:  # the database or the storage may be away for a while
                 logger.exception("no batch could be worked on")
             await asyncio.sleep(self._poll_s)
 
     async def _sweep(self) -> None:
-        """Delete content that was without a record ``ORPHAN_S`` ago as well. The database was away at its upload."""
+        """Delete old batches, and content that had no record ``ORPHAN_S`` ago either.
+
+        The database was away at its upload, or a replica died before it had deleted the parts of a batch's files.
+        """
         if time.monotonic() - self._looked_s < ORPHAN_S:
             return
-        names = await asyncio.to_thread(self._contents.names, "")
-        found = {name for name in names if name.startswith("file-")} - await self._store.file_ids()
+        if self._keep_s is not None:
+            await self._store.remove_ended(time.time() - self._keep_s)
+        found = await asyncio.to_thread(self._contents.names, "") - await self._store.content_names()
         for name in self._orphans & found:
             await asyncio.to_thread(self._contents.remove, name)
         self._orphans, self._looked_s = found, time.monotonic()

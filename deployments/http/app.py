@@ -84,7 +84,8 @@ def create_api(
         accounts.ledger = UsageLedger(clips.database)
         await context.loras.sweep()
         inner = InnerRequests(app, settings.video_poll_s)
-        runner = BatchRunner(context.batches, context.contents, inner.send, settings.video_poll_s)
+        poll_s, keep_s = settings.video_poll_s, settings.keep_batches_s
+        runner = BatchRunner(context.batches, context.contents, inner.send, poll_s, keep_s)
         making = asyncio.create_task(runner.run())
         try:
             yield

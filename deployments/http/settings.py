@@ -54,6 +54,8 @@ class ApiLimits(PictureLimits):
     """Folders where a client may name an adapter by its path."""
     max_stored_bytes: int = 16 << 30
     """Limit of the files that one key uploads under ``/v1/files``, and those of its batches."""
+    keep_batches_s: float | None = 30 * 86400
+    """Age at which records of ended batches are deleted; None keeps them."""
 
     def __post_init__(self) -> None:
         PictureLimits.__post_init__(self)
@@ -68,6 +70,7 @@ class ApiLimits(PictureLimits):
             "max_watchers",
             "max_lora_bytes",
             "max_stored_bytes",
+            "keep_batches_s",
         )
         _check_all("allowed_hosts", self.allowed_hosts, HOST, "* or a name without port, such as gpu1.example.com")
         _check_all("allowed_origins", self.allowed_origins, ORIGIN, "* or as browsers send it: https://example.com")

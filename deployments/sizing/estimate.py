@@ -193,17 +193,16 @@ def open_model(options: EstimateOptions) -> Checkpoint:
         raise ValueError(f"--ranks is {options.num_ranks}; it must be at least 1")
     on_cpu = options.measure and not _has_gpus(options.num_ranks)
     dtype = resolve_dtype(options.dtype, torch.device("cpu") if on_cpu else torch.device("cuda"))
-    return Checkpoint.of_configuration(options.model, "cpu", dtype)
+    return Checkpoint.of_configuration(options.model, "meta", dtype)
 
 
 def estimate_of(options: EstimateOptions, checkpoint: Checkpoint) -> Estimate | WeightsAlone:
     """Return the estimate for ``checkpoint``, from ``open_model``. ValueError as for ``make_estimate``."""
     from engines.torch_engine.config import check_divisible
-    from pipelines.checkpoint import Checkpoint
 
     model, request = checkpoint.weightless(), options.request(checkpoint.defaults)
     check_divisible(model, "one that fits", options.num_ranks)
-    parts = Checkpoint.of_configuration(options.model, "meta", checkpoint.dtype).footprint(request)
+    parts = checkpoint.footprint(request)
     if checkpoint.spec.has_known_conditioning:
         return _estimate(options, checkpoint, model, request, parts)
     weights = [weight for module in model.modules.values() for weight in module.parameters()]

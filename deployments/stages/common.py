@@ -24,7 +24,7 @@ from deployments.sharing.share_member import AwakeGate, ThreadMember
 from deployments.stages.devices import asleep_folder, stage_devices
 from deployments.stages.stage_config import StageConfig
 from engines.core.parcel import Parcel, Shapes
-from engines.gang.errors import QueueFullError
+from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import InputPicture, InputPictures, InputVideo, MetadataLevel, ServiceTier
@@ -71,8 +71,8 @@ class EncodingDone:
     """True if it comes from the cache."""
 
 
-StageEvent = EncodingDone | JobEvent | QueueFullError
-"""Events of a job. A refusal is an event, since Serve logs a traceback of every exception."""
+StageEvent = EncodingDone | JobEvent | QueueFullError | GangBrokenError
+"""Events of a job. A refusal and a broken gang are events, since Serve logs a traceback of every exception."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

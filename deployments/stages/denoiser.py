@@ -135,12 +135,15 @@ class Denoiser:
         decode_s: float = 0.0,
         accepted: bool = False,
     ) -> AsyncGenerator[tuple[StageEvent, ...]]:
-        """Yield events in groups, ``EVENTS_EVERY_S`` apart, ending with ``JobDone``. Closing cancels the job.
+        """Yield events in groups, ``EVENTS_EVERY_S`` apart. The last is ``JobDone``, or an error of the gang.
+
+        Closing cancels the job.
 
         Each group costs a millisecond of CPU time in two processes. ``encoded`` is a list of one reference, which lets
-        the call start before the encoder is done. The caller owns it until the job ends. ``exclusive``: run without
-        other jobs, after a gang broke under the request. ``decode_s``: predicted decode time, part of the deadline.
-        ``accepted``: see ``Job``.
+        the call start before the encoder is done. The caller owns it until the job ends. It is taken out of the list,
+        since a cancelled call's frames live on until a garbage collection (see ``Driver.open``). ``exclusive``: run
+        without other jobs, after a gang broke under the request. ``decode_s``: predicted decode time, part of the
+        deadline. ``accepted``: see ``Job``.
         """
         start_s = time.monotonic()
         with self._load.coming(job_id, request):
@@ -148,9 +151,11 @@ class Denoiser:
                 encoding = await encoded[0]
             except TaskCancelledError:  # its caller has left
                 return
+            except BaseException:
+                encoded.clear()
+                raise
         job = replace(
             self._job(job_id, request, encoding),
-            conditioning=encoded[0],
             exclusive=exclusive,
             waited_s=request.waited_s + time.monotonic() - start_s,
             decode_s=decode_s,
@@ -158,7 +163,8 @@ class Denoiser:
         )
         first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s, was_kept=encoding.was_kept),)
         logger.info("job is queued", extra=job.log_fields)
-        async with aclosing(self._gang.submit_grouped(job, every_s=EVENTS_EVERY_S)) as groups:
+        whole = self._gang.submit_grouped(replace(job, conditioning=encoded.pop()), every_s=EVENTS_EVERY_S)
+        async with aclosing(whole) as groups:
             try:
                 async for group in groups:
                     if isinstance(group[-1], JobDone):
@@ -169,7 +175,7 @@ class Denoiser:
                 yield (refusal,)
             except GangBrokenError as error:
                 error.replica = self._name
-                raise
+                yield (error,)
 
     async def _move(self, asleep: bool) -> Sequence[MemoryUse]:
         """Bring the gang's weights to the host, or back."""

@@ -139,6 +139,15 @@ class Driver:
             self._table.end(open_job, "cancelled")
             self._drop(open_job)
 
+    async def let_go(self, open_job: OpenJob) -> None:
+        """Return once the ranks have the job's conditioning, or it is sent to none: see ``open``."""
+        waits = [asyncio.ensure_future(event.wait()) for event in (open_job.let_go, self.ended)]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
     def hand_on(self) -> None:
         """Take no more jobs, and fail those without a step, for another gang. The others end here."""
         self._hands_on = True
@@ -197,6 +206,7 @@ class Driver:
                 refs = [rank.admit.remote(job) for rank in self._ranks]
                 self._spawn(self._finish_admission(open_job, refs))
             else:
+                open_job.let_go.set()
                 self._table.forget([open_job.job.job_id])
 
     def _send(self, plan: StepPlan) -> None:
@@ -233,6 +243,7 @@ class Driver:
 
     async def _finish_admission(self, open_job: OpenJob, refs: Sequence[Any]) -> None:
         answers: list[JobFailure | None] = await asyncio.gather(*(answer_of(i, ref) for i, ref in enumerate(refs)))
+        open_job.let_go.set()
         failure = next((answer for answer in answers if answer is not None), None)
         open_job.is_scheduled = True
         if failure is not None:

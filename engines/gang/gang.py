@@ -142,6 +142,7 @@ class Gang:
         if the gang breaks, and the errors of the job's own sampler or conditioning.
         """
         open_job, last_group_s = self._driver.open(job), -math.inf
+        del job  # with its conditioning: see ``Driver.open``
         self.on_open()
         try:
             while True:
@@ -155,6 +156,7 @@ class Gang:
                     return
         finally:
             self._driver.close(open_job)
+            await self._driver.let_go(open_job)
 
     async def sleep(self) -> tuple[MemoryUse, ...]:
         """Move the weights of all ranks to the host, after the steps in flight. Return each rank's memory use.

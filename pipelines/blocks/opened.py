@@ -127,6 +127,7 @@ class OpenedPipeline:
         self.sections = Sections.of(self.blocks)
         self._configs: dict[str, Any] = {}
         self._rank_parts: dict[str, Any] = {}
+        self._outlines: dict[str, Any] = {}
         self.spec.patch_blocks(self.blocks)
         self.spec.extend_blocks(self.blocks, path)
         self.sections = Sections.of(self.blocks)
@@ -213,7 +214,7 @@ class OpenedPipeline:
 
         It has no guardrail, which would be loaded.
         """
-        pipeline = self._with_parts(self._outline)
+        pipeline = self._with_parts(self._shared_outline)
         if getattr(pipeline, "requires_safety_checker", False):
             pipeline.register_to_config(enable_safety_checker=False)
         self.spec.complete_pipeline(pipeline)
@@ -222,7 +223,7 @@ class OpenedPipeline:
     @cached_property
     def for_ranks(self) -> Any:
         """A pipeline for preparation and loop: outlines of all models, stand-ins for the transformers."""
-        pipeline = self._with_parts(lambda name: None if name in self.transformers else self._outline(name))
+        pipeline = self._with_parts(lambda name: None if name in self.transformers else self._shared_outline(name))
         for name in self.transformers:
             setattr(pipeline, name, self._stand_in(name))
         if self.control_part:
@@ -401,8 +402,14 @@ class OpenedPipeline:
                 return self._part_outline(name)
         return self.load_part(name) if part.__module__.startswith("diffusers.") else None
 
+    def _shared_outline(self, name: str) -> Any:
+        """Return ``_outline(name)``, made once for ``outlined`` and ``for_ranks``, which load no weights."""
+        if name not in self._outlines:
+            self._outlines[name] = self._outline(name)
+        return self._outlines[name]
+
     def _stand_in(self, name: str) -> RecordingTransformer:
-        outline = self._outline(name) if self.spec.block_modules else None
+        outline = self._shared_outline(name) if self.spec.block_modules else None
         parts = {part: getattr(outline, part) for part in self.spec.block_modules}
         config, blank = self.part_config(name), self.spec.blank_prediction
         return RecordingTransformer(name, self.part_class(name), config, self.models_device, self.dtype, blank, parts)

@@ -13,7 +13,7 @@ from deployments.door.door_settings import DoorSettings
 from deployments.http.settings import ApiLimits, ApiSettings
 
 POSITIVE: dict[Callable[..., Any], tuple[str, ...]] = {
-    ApiLimits: ("max_body_bytes", "body_deadline_s", "max_images_per_request", "max_open_requests", "max_watchers"),
+    ApiLimits: ("max_body_bytes", "body_deadline_s", "max_open_requests", "max_watchers", "keep_batches_s"),
     ApiSettings: ("max_body_bytes", "file_lifetime_s", "max_files_bytes", "keepalive_s", "video_poll_s"),
     ClipLimits: ("max_concurrent_videos", "max_waiting_videos", "keep_videos_s"),
     ClipSettings: ("max_waiting_videos", "lease_s", "poll_s", "max_attempts"),
@@ -31,5 +31,6 @@ def test_what_must_be_above_0(settings: Callable[..., Any], name: str, tmp_path:
     settings(**others, **{name: 1})
 
 
-def test_clips_may_be_kept_for_ever() -> None:
+def test_clips_and_batches_may_be_kept_for_ever() -> None:
     assert ClipLimits(keep_videos_s=None).keep_videos_s is None
+    assert ApiLimits(keep_batches_s=None).keep_batches_s is None

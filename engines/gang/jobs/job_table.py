@@ -44,6 +44,8 @@ class OpenJob:
     """Number of that step."""
     outcome: Outcome | None = None
     """Outcome; None while it is open."""
+    let_go: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when neither this process nor a rank refers to the job's conditioning any more."""
     forgotten: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when no rank will report on the job any more."""
 

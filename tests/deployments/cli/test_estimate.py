@@ -15,6 +15,7 @@ import torch
 from diffusers.pipelines.ltx2.latent_upsampler import LTX2LatentUpsamplerModel
 from typer.testing import Result
 
+from pipelines.blocks.opened import OpenedPipeline
 from pipelines.loading import PUBLISHED, published_models
 from tests.deployments.support.commands import troupe
 from tests.pipelines.support.checkpoints import tiny_animate
@@ -37,9 +38,12 @@ def document(*args: str) -> dict[str, Any]:
     return found
 
 
-def test_the_table_shows_every_candidate_and_why_one_was_chosen() -> None:
+def test_the_table_shows_every_candidate_and_why_one_was_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    make, made = OpenedPipeline._part_outline, list[str]()
+    monkeypatch.setattr(OpenedPipeline, "_part_outline", lambda own, name: made.append(name) or make(own, name))  # type: ignore[func-returns-value]
     result = estimate("--model", "FLUX.1-dev", "--size", "1024x1024", "--ranks", "4", "--machine", "h200")
     assert result.exit_code == 0, result.output
+    assert made.count("vae") == 1, "an outline of some models takes half a second"
     for part in ("ulysses4 *", "ring4", "allgather_kv4", "tensor4", "pipeline4", "512 text + 4096 image", "GiB"):
         assert part in result.output
     assert "* ulysses4: the fastest of 14" in result.output

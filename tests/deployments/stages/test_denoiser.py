@@ -67,11 +67,14 @@ async def submitted_with(
     num_steps = replace(PICTURES, max_pictures=1, takes_strength=True, strength=0.6).num_steps_of
     gang: Any = SimpleNamespace(submit_grouped=submit_grouped, estimates=None)
     denoiser = Unstarted(
+        _name="a1b2",
         _gang=gang,
         _load=ReplicaLoad(gang, start_s=1.0, node_id="0a", head_id="0b"),
         _checkpoint=SimpleNamespace(num_steps=num_steps, spec=SPEC),
     )
-    events = [group async for group in denoiser.denoise("j", request, [encoded], decode_s=decode_s)]  # type: ignore[list-item]
+    references: Any = [encoded]
+    events = [group async for group in denoiser.denoise("j", request, references, decode_s=decode_s)]
+    assert not (jobs and references), "frames of a cancelled call would hold the conditioning beyond its end"
     return jobs, events
 
 
@@ -131,11 +134,12 @@ async def test_a_client_that_leaves_during_the_encoding_is_no_error() -> None:
     assert await submitted_with(PICTURES.request(model="m", prompt="a"), encoded, *STEPS) == ([], [])
 
 
-async def test_a_refusal_is_told_and_not_raised() -> None:
+async def test_what_ends_jobs_every_day_is_told_and_not_raised() -> None:
     """Serve would log a traceback for each."""
-    ((refusal,),) = await events_of(QueueFullError(4, 1.5))
-    assert isinstance(refusal, QueueFullError)
-    assert (refusal.num_waiting, refusal.retry_after_s) == (4, 1.5)
+    refused, broken = QueueFullError(4, 1.5), GangBrokenError("a rank died", "death", in_flight=True)
+    assert await events_of(refused) == [(refused,)]
+    assert (await events_of(*STEPS, broken))[-1] == (broken,)
+    assert broken.replica == "a1b2", "the one that takes no more jobs"
 
 
 class Breaking:

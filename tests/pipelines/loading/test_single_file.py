@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deployments.model_config import ModelConfig
+from pipelines import single_file
 from pipelines.checkpoint import Checkpoint
 from pipelines.single_file import OWN, PART_PREFIXES, split_source
 from tests.pipelines.support.checkpoints import tiny, tiny_models, tiny_unknown, tiny_video
@@ -65,11 +66,14 @@ def weights_of(source: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("written", [dict, as_its_makers_have_it], ids=["diffusers' names", "its makers' names"])
 def test_the_transformer_is_that_of_the_file(
-    base: Path, tuned: dict[str, Tensor], written: Any, tmp_path: Path
+    base: Path, tuned: dict[str, Tensor], written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    outline, outlines = single_file._outline, list[Any]()
+    monkeypatch.setattr(single_file, "_outline", lambda *given: outlines.append(given) or outline(*given))  # type: ignore[func-returns-value]
     file = tmp_path / "tuned.safetensors"
     save_file(written(tuned), file)
     read = weights_of(f"{file}@{base}")
+    assert len(outlines) == 1, "names are checked with the model that is filled"
     assert set(read) == set(tuned)
     for name, weight in tuned.items():
         torch.testing.assert_close(read[name], weight)

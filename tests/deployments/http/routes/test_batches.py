@@ -297,11 +297,32 @@ async def test_content_whose_record_is_neither_written_nor_deleted_goes_later(
             patch.setattr(BatchStore, "remove_file", fail)
             error_of(await client.post("/v1/files", **form), 503)
         assert len(names()) == 2
+    (parts := tmp_path / "batches" / f"batch_{'0' * 32}").mkdir()  # its replica died before it could delete them
+    (parts / "00000.out").write_bytes(b"{}")
     monkeypatch.setattr(runner, "ORPHAN_S", 0.0)
     async with client_of(build(FakeService(), tmp_path)):
         async with asyncio.timeout(PATIENCE_S):
             while names() != {kept}:
                 await asyncio.sleep(0.01)
+
+
+async def test_ended_batches_are_deleted_after_a_time(
+    service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their files stay, and so do open batches."""
+    monkeypatch.setattr(runner, "ORPHAN_S", 0.0)
+    async with client_of(build(service, tmp_path)) as client:
+        first = await end(client, (await start(client, lines(IMAGES, {"prompt": "a"})))["id"])
+        service.permits = asyncio.Semaphore(0)
+        second = await start(client, lines(IMAGES, {"prompt": "a"}, {"prompt": "b"}))
+        await asyncio.sleep(0.1)  # several sweeps
+        assert [one["id"] for one in (await client.get("/v1/batches")).json()["data"]] == [second["id"], first["id"]]
+    async with client_of(build(service, tmp_path, keep_batches_s=0.01)) as client:
+        async with asyncio.timeout(PATIENCE_S):
+            while (await client.get(f"/v1/batches/{first['id']}")).is_success:
+                await asyncio.sleep(0.01)
+        assert [one["id"] for one in (await client.get("/v1/batches")).json()["data"]] == [second["id"]]
+        assert (await client.get(f"/v1/files/{first['output_file_id']}/content")).is_success
 
 
 async def test_an_upload_that_is_cancelled_while_it_is_written_leaves_no_content(

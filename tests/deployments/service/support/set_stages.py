@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from deployments.stages.common import Decoded, EncodingDone
-from engines.gang.errors import QueueFullError
+from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import JobEvent
 
 Act = JobEvent | Exception | float | asyncio.Event
@@ -144,7 +144,7 @@ class Stages:
     async def _run(self, acts: list[Act]) -> AsyncGenerator[tuple[Any, ...]]:
         first: tuple[Any, ...] = (EncodingDone(encode_s=0.5),)
         for act in acts:
-            if isinstance(act, QueueFullError):
+            if isinstance(act, QueueFullError | GangBrokenError):
                 yield (act,)
             elif isinstance(act, Exception):
                 raise act
