@@ -306,18 +306,26 @@ class VideoBody(MediaBody):
 
 
 class ListQuery(BaseModel):
-    """Query of GET /v1/batches and GET /v1/files."""
+    """Query of GET /v1/batches."""
 
     model_config = ConfigDict(extra="forbid")
 
-    after: str | None = Field(None, description="The last id of the page before.")
-    limit: int = Field(20, ge=1, le=100)
+    after: str | None = Field(None, description="The last id of the previous page.")
+    limit: int = Field(20, ge=1, le=100, description="Entries on a page.")
 
 
 class PageQuery(ListQuery):
     """Query of GET /v1/videos."""
 
-    order: Literal["asc", "desc"] = Field("desc", description="By creation.")
+    order: Literal["asc", "desc"] = Field("desc", description="Order of creation: desc has the newest first.")
+
+
+class FilesQuery(PageQuery):
+    """Query of GET /v1/files."""
+
+    purpose: Literal["batch", "batch_output", "user_data"] | None = Field(
+        None, description="Files of this purpose only."
+    )
 
 
 class ContentQuery(BaseModel):

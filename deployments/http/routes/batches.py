@@ -31,7 +31,7 @@ from deployments.http.forms import parse_form
 from deployments.http.lookups import find_file, no_file
 from deployments.http.openapi_text import error_documents, file_answers
 from deployments.http.partial import ranged
-from deployments.requests.bodies import ListQuery
+from deployments.requests.bodies import FilesQuery, ListQuery
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester
 from deployments.requests.validation import field_error
@@ -41,8 +41,6 @@ PURPOSES = ("batch", "user_data")
 """Purposes of an uploaded file: JSON lines of a batch, or a clip that requests name."""
 BATCH_PURPOSES = ("batch", "batch_output")
 JSON_LINES, BYTES = "application/jsonl", "application/octet-stream"
-NUMBERLESS = 2**31 - 1
-"""Above the number of any file."""
 Label = Annotated[str, StringConstraints(max_length=64)]
 Short = Annotated[str, StringConstraints(max_length=512)]
 
@@ -212,12 +210,13 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
         return FileObject.of(file)
 
     @router.get("/v1/files", responses=error_documents(400, 401, 404, 503))
-    async def list_files(query: Annotated[ListQuery, Query()], requester: Requester = authorized) -> FileList:
-        """Files that were handed in and those of batches, the newest first."""
-        viewer, number = context.viewer(requester), NUMBERLESS
+    async def list_files(query: Annotated[FilesQuery, Query()], requester: Requester = authorized) -> FileList:
+        """List uploaded files and those of batches, the newest first unless order is asc."""
+        viewer, number = context.viewer(requester), None
         if query.after is not None:
             number = (await find_file(context, requester, query.after, "after")).number
-        found = await store.files(viewer, number, query.limit + 1)
+        is_rising = query.order == "asc"
+        found = await store.files(viewer, number, query.limit + 1, is_rising=is_rising, purpose=query.purpose)
         data = [FileObject.of(file) for file in found[: query.limit]]
         return FileList(data=data, **page_ends(data), has_more=len(found) > query.limit)
 
@@ -328,11 +327,13 @@ class InnerRequests:
 
         transport = httpx.ASGITransport(as_key, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
-            headers = {"Idempotency-Key": idempotency_key}
-            answer = await client.post(path, json=body, headers=headers)
+            request_id = f"req_{uuid4().hex}"  # behind Ray's proxy, answers have none
+            client.headers["X-Request-Id"] = request_id
+            answer = await client.post(path, json=body, headers={"Idempotency-Key": idempotency_key})
             if path == "/v1/videos" and answer.is_success:
                 clip = f"{path}/{answer.json()['id']}"
                 while answer.is_success and answer.json()["status"] in ("queued", "in_progress"):
                     await asyncio.sleep(self._poll_s)
                     answer = await client.get(clip)
+            answer.headers["X-Request-Id"] = request_id
             return answer.status_code, answer.headers, json.loads(answer.content)
