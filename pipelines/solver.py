@@ -142,7 +142,7 @@ class SolverLimits:
 
     def check_scheduler(self, name: str) -> None:
         if name and name not in self.schedulers:
-            allowed = f"it must be one of {', '.join(self.schedulers)}" if self.schedulers else "this model has its own"
+            allowed = f"it must be one of {', '.join(self.schedulers)}" if self.schedulers else "this model's is fixed"
             raise ValueError(f"scheduler is {name!r}; {allowed}")
 
     def check_shift(self, shift: float | None) -> None:
@@ -159,7 +159,7 @@ class SolverLimits:
         if not values:
             return
         if solver.sigmas and solver.timesteps:
-            raise ValueError("sigmas and timesteps are two ways to say one thing; give one of them")
+            raise ValueError("sigmas and timesteps exclude each other; give one of them")
         known, chosen = FLOW if self.is_flow else NOISE, solver.scheduler or self.scheduler
         if name not in self.inputs:
             raise ValueError(f"this model takes no {name}: leave them out")

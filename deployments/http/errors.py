@@ -122,7 +122,9 @@ def from_failure(failure: Exception) -> ApiError | None:
         case ModelUnavailableError():
             return _later(503, "model_not_ready", failure)
         case StorageLostError() | exc.DBAPIError() | exc.TimeoutError():
-            message = str(failure) if isinstance(failure, StorageLostError) else "The records of clips cannot be got at"
+            message = (
+                str(failure) if isinstance(failure, StorageLostError) else "The records of clips cannot be reached"
+            )
             return ApiError(503, message, code="storage_unavailable", headers=retry_after(10.0))
         case StorageFullError() | OSError() if is_full(failure):
             return ApiError(507, f"There is no room on the server's disk: {failure}", code="storage_full")

@@ -266,7 +266,7 @@ class VideoBody(MediaBody):
         "or in a picture for all frames.",
     )
     control_scale: float | None = Field(
-        None, ge=0, le=10, description="Weight of the clip that comes along, for models that have one."
+        None, ge=0, le=10, description="Weight of the input clip, for models that have one."
     )
     strength: Strength | None = Field(None, description=STRENGTH)
     second_stage_sigmas: Steps | None = Field(

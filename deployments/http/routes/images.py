@@ -57,7 +57,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     async def edit_images(
         request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
     ) -> Response:
-        """Change pictures that come along, or draw after them. Models say in their defaults what they take."""
+        """Change input pictures, or draw after them. Models say in their defaults what they take."""
         resolved = await read_upload(context, request, requester, EditBody, "image")
         if not resolved.pictures.pictures and resolved.pictures.control is None:
             message = "image is required: the picture to change; or control_image, of models that follow one"

@@ -186,7 +186,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
 
 
 def with_video(body: VideoBody) -> VideoBody:
-    """Return ``body``. RequestError if no clip came along."""
+    """Return ``body``. RequestError without an input clip."""
     if not body.sources.videos:
         raise RequestError("video is required: the clip to change", "video", code="missing_field")
     return body
@@ -195,11 +195,11 @@ def with_video(body: VideoBody) -> VideoBody:
 def as_remix(body: VideoBody, source: ClipRecord, cards: Mapping[str, ModelCard]) -> VideoBody:
     """Return ``body`` with the clip ``source``, for its model unless another is named or it takes no clip as asked.
 
-    RequestError if a clip or a picture came along as well.
+    RequestError if it has an input clip or picture as well.
     """
     for name in ("video", "reference_video", "input_reference"):
         if getattr(body, name) is not None:
-            raise RequestError(f"{name} came along, but the path names the clip to change; leave it out", name)
+            raise RequestError(f"{name} has no effect here: the path names the input clip; leave it out", name)
     model = source.request.model
     limits = cards[model].defaults if model in cards else None
     has_lora = bool(body.lora or body.recipe)

@@ -124,7 +124,7 @@ async def test_health_says_that_the_data_folder_refuses(client: httpx.AsyncClien
 async def test_bad_forms(client: httpx.AsyncClient) -> None:
     refused: list[tuple[list[tuple[str, Any]], str]] = [
         ([("prompt", ("p.txt", b"a"))], "is a file"),
-        ([("prompt", (None, "a")), ("input_reference", ("i.png", b"..."))], "this model takes words alone"),
+        ([("prompt", (None, "a")), ("input_reference", ("i.png", b"..."))], "this model takes none"),
         ([("prompt", (None, "a")), ("reference", ("i.png", b"..."))], "Unknown field 'reference'"),
     ]
     for files, message in refused:

@@ -64,7 +64,7 @@ class Model(Clip):
 
 @dataclass(frozen=True, kw_only=True)
 class Animated(Model):
-    """A character's picture and a driving clip come along."""
+    """Its inputs are a character's picture and a driving clip."""
 
     num_pictures: int = 1
     num_video_frames: int = 5

@@ -144,12 +144,12 @@ def test_a_step_at_full_size_is_what_a_gpu_can_record() -> None:
 @pytest.mark.parametrize(
     ("number", "indices", "told"),
     [
-        (3, (), "3 pictures came along: say in frame_indices"),
-        (2, (0,), "frame_indices has 1 numbers, and 2 pictures came along"),
+        (3, (), "3 input pictures were sent: say in frame_indices"),
+        (2, (0,), "frame_indices has 1 numbers for 2 input pictures"),
         (1, (5,), "frame_indices has 5; it must be from 0 to 4, or from -5 to -1"),
         (1, (-6,), "frame_indices has -6"),
         (2, (1, 2), "two pictures belong to one place of the clip"),
-        (9, tuple(range(5)), "9 pictures came along; this model takes from 0 to 8"),
+        (9, tuple(range(5)), "9 input pictures were sent; this model takes from 0 to 8"),
     ],
 )
 def test_places_that_cannot_be_are_refused(number: int, indices: tuple[int, ...], told: str, folder: Path) -> None:
