@@ -346,13 +346,9 @@ class Defaults:
             raise ValueError(f"num_inference_steps is {num_steps}; it must be {allowed}")
 
     def check_layers(self, num_layers: int) -> None:
-        few = min(1, self.max_layers)
-        if not few <= num_layers <= self.max_layers:
-            allowed = (
-                f"it must be from {few} to {self.max_layers}"
-                if few
-                else "this model makes whole pictures: leave it out"
-            )
+        few, many = min(1, self.max_layers), self.max_layers
+        if not few <= num_layers <= many:
+            allowed = f"it must be from {few} to {many}" if few else "this model makes whole pictures: leave it out"
             raise ValueError(f"layers is {num_layers}; {allowed}")
 
     def check_cache(self, request: MediaRequest) -> None:
@@ -415,12 +411,9 @@ class Defaults:
     def check_mask(self, num_pictures: int, has_mask: bool, *, has_video: bool = False) -> None:
         takes_mask = self.masks_video if has_video else self.takes_mask and num_pictures > 0
         if has_mask and not takes_mask:
-            sources = ("picture",) * self.takes_mask + ("clip",) * self.masks_video
-            if not sources:
-                raise ValueError("this model takes no mask: leave it out, or take another model")
-            raise ValueError(
-                f"this model takes a mask with a {' or a '.join(sources)}: send one, or leave the mask out"
-            )
+            sources = " or a ".join(("picture",) * self.takes_mask + ("clip",) * self.masks_video)
+            allowed = f"a mask with a {sources} alone" if sources else "no mask"
+            raise ValueError(f"this model takes {allowed}: leave it out, or take another model")
         if self.needs_mask and not has_mask:
             raise ValueError("this model needs a mask: send one with the picture")
 
@@ -487,11 +480,9 @@ class Defaults:
 
     def check_strength(self, request: MediaRequest) -> None:
         if request.strength is not None and not self._may_have_strength(request):
-            needed = " and a mask" if self.strength_needs_mask else ""
-            source = "clip" if self.max_video_frames else "picture"
-            if not self.takes_strength:
-                raise ValueError("this model takes no strength: leave it out")
-            raise ValueError(f"this model takes strength with a {source}{needed}: send them, or leave strength out")
+            source = ("clip" if self.max_video_frames else "picture") + " and a mask" * self.strength_needs_mask
+            allowed = f"strength with a {source} alone" if self.takes_strength else "no strength"
+            raise ValueError(f"this model takes {allowed}: leave it out")
         if request.strength is not None and not 0 < request.strength <= 1:
             raise ValueError(f"strength is {request.strength}; it must be above 0 and at most 1")
         if self.num_steps_of(request) < 1:

@@ -24,6 +24,7 @@ from deployments.service.interface import ModelUnavailableError
 from deployments.usage.keeper import AccountsUnavailableError
 from deployments.usage.quotas import LimitReachedError
 from engines.core.engine import JobFailedError
+from engines.core.field_error import FieldError
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 
 FAILURES: tuple[type[Exception], ...] = (
@@ -138,7 +139,7 @@ def from_failure(failure: Exception) -> ApiError | None:
         case UnicodeError() | ValidationError():
             return None
         case ValueError():
-            return ApiError(400, str(failure))
+            return ApiError(400, str(failure), param=failure.field if isinstance(failure, FieldError) else None)
     return None
 
 
