@@ -120,8 +120,9 @@ def test_hub_ids_are_of_published_models() -> None:
     for name in published_models():
         try:
             hub_id = hub_id_of(name)
-        except ValueError:
-            continue  # the address is unknown and must be given
+        except ValueError as error:
+            assert f"{name} is known by its configuration alone" in str(error)
+            continue
         validate_repo_id(hub_id)
         assert hub_id.split("/")[1].lower().removesuffix("-diffusers") == name.lower()
 
@@ -138,7 +139,7 @@ def test_warns_of_stages_on_cpu_cores_beside_ranks_with_gpus() -> None:
 
 
 def test_serve_and_doctor_print_the_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(config: ServeConfig) -> NoReturn:
+    def stop(config: ServeConfig, on_open: object) -> NoReturn:
         raise ValueError("the start")
 
     monkeypatch.setattr(progress, "started", stop)
