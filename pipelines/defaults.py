@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pipelines.caching import computed_steps
 from pipelines.request import (
@@ -33,12 +33,14 @@ SENT_PICTURES = ("input picture was", "input pictures were")
 class Defaults:
     """Defaults and limits of a model's requests. Checks raise ValueError with the given and allowed values."""
 
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"use_attribute_docstrings": True}  # the API's document has them
+
     kind: MediaKind
     """Kind of media that the model makes first of all; a clip model may also make pictures (``picture_width``)."""
     width: int
-    """Pixels, as are all sizes here."""
+    """Default width of the result, in pixels."""
     height: int
-    """Default height of the result."""
+    """Default height of the result, in pixels."""
     num_frames: int
     """Default length of a clip, in frames; 1 for pictures."""
     fps: int
@@ -76,11 +78,11 @@ class Defaults:
     masks_video: bool = False
     """Requests may have a mask with their clip."""
     max_video_frames: int = 0
-    """Frames of an input clip (0: the model takes none), at ``video_fps``."""
+    """Most frames of an input clip, at ``video_fps``; 0: the model takes none."""
     min_video_frames: int = 1
     """Fewest frames of an input clip, at ``video_fps``."""
     video_fps: int = 0
-    """Rate at which the model takes an input clip; 0: that of the result."""
+    """Rate of an input clip, in frames a second; 0: that of the result."""
     max_videos: int = 1
     """Most input clips, if it takes any."""
     video_sound_rate: int = 0
@@ -94,7 +96,7 @@ class Defaults:
     needs_source: bool = False
     """Requests must have input pictures or a clip; either is enough."""
     max_reference_aspect: float = 0.0
-    """Longest side of a picture or a clip in times the other; 0: any."""
+    """Most that one side of an input exceeds the other, as a factor; 0: no limit."""
     cuts_video: bool = False
     """Frames of the clip beyond the length of the result are left out."""
     keeps_length: bool = False
@@ -108,9 +110,9 @@ class Defaults:
     control_scale: float = 0.0
     """Default weight of the control, or of the input clip; 0: it is fixed."""
     takes_control_guidance: bool = False
-    """Requests may say in which share of the steps the control counts."""
+    """Requests may limit the control to a share of the steps."""
     takes_strength: bool = False
-    """Requests may set the share of their picture or clip that is made anew."""
+    """Requests may set ``strength``: how much of their picture or clip is repainted."""
     strength: float = 1.0
     """Default strength: the share of the steps to run, rounded up, or down with ``rounds_steps_down``."""
     strength_needs_mask: bool = False
@@ -202,13 +204,8 @@ class Defaults:
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
         words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
         words |= {"video_fps": 0, "takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
-        whole: dict[str, Any] = {
-            "takes_strength": False,
-            "frames_per_chunk": 0,
-            "first_chunk_steps": 1,
-            "make_sound": False,
-        }
-        whole |= {"chunk_overlap": 0, "stage_scale": 0.0, "max_videos": 1, "video_sound_rate": 0}
+        whole: dict[str, Any] = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1}
+        whole |= {"make_sound": False, "chunk_overlap": 0, "stage_scale": 0.0, "max_videos": 1, "video_sound_rate": 0}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 MAX_SHIFT = 1000.0
 MAX_SHOWN = 8
@@ -119,6 +119,8 @@ def config_changes(solver: Solver, class_name: str, config: Mapping[str, Any]) -
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SolverLimits:
     """Solver settings that a model's requests may have. Checks raise ValueError."""
+
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"use_attribute_docstrings": True}  # the API's document has them
 
     scheduler: str = ""
     """Name of the model's own scheduler; empty if it has none."""

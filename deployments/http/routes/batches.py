@@ -142,14 +142,14 @@ def batch_routes(context: ApiContext) -> APIRouter:
 
     @router.post("/v1/batches", responses=error_documents(400, 401, 403, 404, 408, 413, 415, 503), openapi_extra=ORDER)
     async def create_batch(request: Request, requester: Requester = authorized) -> BatchObject:
-        """Make all requests of a file when there is room for them, within a day."""
+        """Create a batch: all requests of a file are made within a day, when there is room."""
         check_content_type(request, JSON)
         body = read_batch(await request.body())
         file = await store.file(body.input_file_id, context.viewer(requester))
         if file is None:
             raise no_file(body.input_file_id, "input_file_id")
         if file.purpose != "batch":
-            message = f"input_file_id is a file with the purpose {file.purpose}; hand it in with the purpose batch"
+            message = f"input_file_id is a file with the purpose {file.purpose}; upload it with the purpose batch"
             raise RequestError(message, "input_file_id")
         now = int(time.time())
         batch = BatchRecord(
@@ -165,7 +165,7 @@ def batch_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/batches", responses=error_documents(400, 401, 404, 503))
     async def list_batches(query: Annotated[ListQuery, Query()], requester: Requester = authorized) -> BatchList:
-        """Batches, the newest first."""
+        """List batches, the newest first."""
         if query.after is not None:
             await find_batch(context, requester, query.after, "after")
         found = await store.page(context.viewer(requester), query.after, query.limit + 1)
@@ -174,7 +174,7 @@ def batch_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/batches/{batch_id}", responses=error_documents(401, 404, 503))
     async def read_batch_record(batch_id: str, requester: Requester = authorized) -> BatchObject:
-        """One batch: how many of its requests are made, and the files of their answers."""
+        """Return one batch: its status, its counts and the files of its answers."""
         return BatchObject.of(await find_batch(context, requester, batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel", responses=error_documents(401, 403, 404, 503))
@@ -194,7 +194,7 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
         "/v1/files", responses=error_documents(400, 401, 403, 408, 409, 413, 415, 503, 507), openapi_extra=UPLOAD
     )
     async def create_file(request: Request, requester: Requester = authorized) -> FileObject:
-        """Hand in a file of JSON lines for a batch, or a clip that requests name by the file's id."""
+        """Upload a file of JSON lines for a batch, or a clip that requests name by the file's id."""
         filename, data, purpose = await read_file_form(request)
         file_id, limit = f"file-{uuid4().hex}", context.settings.max_stored_bytes
         await _check_place(context, requester, len(data))
