@@ -11,6 +11,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
 from sqlalchemy import exc
 from starlette.exceptions import HTTPException
@@ -214,6 +215,9 @@ def methods_at(app: FastAPI, path: str) -> list[str]:
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    failure = from_failure(field_error(error.errors(), {}))
+    route = request.scope.get("route")
+    queries = [one.field_info.annotation for one in route.dependant.query_params] if isinstance(route, APIRoute) else []
+    fields = {name: field for query in queries for name, field in getattr(query, "model_fields", {}).items()}
+    failure = from_failure(field_error(error.errors(), fields))
     assert failure is not None
     return failure.response()

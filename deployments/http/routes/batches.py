@@ -282,7 +282,7 @@ def read_batch(raw: bytes) -> BatchBody:
     try:
         return BatchBody.model_validate_json(raw)
     except ValidationError as error:
-        raise field_error(error.errors(), {}) from None
+        raise field_error(error.errors(), BatchBody.model_fields) from None
 
 
 async def read_file_form(request: Request) -> tuple[str, bytes, str]:
