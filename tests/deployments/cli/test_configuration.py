@@ -48,6 +48,15 @@ def test_printed_it_is_read_as_the_same(name: str, monkeypatch: pytest.MonkeyPat
     assert not list(warnings(made))
 
 
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_has_the_whole_path_of_a_folder(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A printed configuration may be served from another working directory."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.chdir(SHIPPED.parent)
+    (model,) = config_for(f"{SHIPPED.name}/flux-shapes").app.models
+    assert (model.name, model.path) == ("flux-shapes", str(SHIPPED / "flux-shapes"))
+
+
 @pytest.mark.usefixtures("gpus")
 @pytest.mark.parametrize(("name", "compiles"), [(WAN, True), ("LTX-2", True), (str(PUBLISHED / "MiniMax-H3"), False)])
 def test_asks_a_decoder_for_nothing_that_it_cannot_do(name: str, compiles: bool) -> None:
