@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from pipelines.caching import computed_steps
 from pipelines.request import (
@@ -26,18 +26,21 @@ from pipelines.solver import NO_SOLVER_LIMITS, SolverLimits
 from pipelines.wording import counted
 
 PICTURES = ("picture", "pictures")
+SENT_PICTURES = ("input picture was", "input pictures were")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Defaults:
     """Defaults and limits of a model's requests. Checks raise ValueError with the given and allowed values."""
 
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"use_attribute_docstrings": True}  # the API's document has them
+
     kind: MediaKind
     """Kind of media that the model makes first of all; a clip model may also make pictures (``picture_width``)."""
     width: int
-    """Pixels, as are all sizes here."""
+    """Default width of the result, in pixels."""
     height: int
-    """Default height of the result."""
+    """Default height of the result, in pixels."""
     num_frames: int
     """Default length of a clip, in frames; 1 for pictures."""
     fps: int
@@ -75,13 +78,13 @@ class Defaults:
     masks_video: bool = False
     """Requests may have a mask with their clip."""
     max_video_frames: int = 0
-    """Frames of a clip that comes along (0: the model takes none), at ``video_fps``."""
+    """Most frames of an input clip, at ``video_fps``; 0: the model takes none."""
     min_video_frames: int = 1
-    """Fewest frames of a clip that comes along, at ``video_fps``."""
+    """Fewest frames of an input clip, at ``video_fps``."""
     video_fps: int = 0
-    """Rate at which the model takes a clip that comes along; 0: that of the result."""
+    """Rate of an input clip, in frames a second; 0: that of the result."""
     max_videos: int = 1
-    """Most clips that come along, if it takes any."""
+    """Most input clips, if it takes any."""
     video_sound_rate: int = 0
     """Samples a second of the sound of clips that the model hears (``keep_audio``); 0: it hears none."""
     needs_video: bool = False
@@ -89,27 +92,27 @@ class Defaults:
     video_needs_lora: bool = False
     """The clip is the context of an adapter, which requests with one must name."""
     takes_both: bool = False
-    """Pictures may come along beside the clip."""
+    """Requests may have input pictures beside the clip."""
     needs_source: bool = False
-    """Pictures or a clip must come along; either is enough."""
+    """Requests must have input pictures or a clip; either is enough."""
     max_reference_aspect: float = 0.0
-    """Longest side of a picture or a clip in times the other; 0: any."""
+    """Most that one side of an input exceeds the other, as a factor; 0: no limit."""
     cuts_video: bool = False
     """Frames of the clip beyond the length of the result are left out."""
     keeps_length: bool = False
-    """The result has as many frames as the clip that came along."""
+    """The result has as many frames as the input clip."""
     shaped_by_picture: bool = False
-    """The result has the shape of its first picture; the clip that came along is shown whole in it, on black."""
+    """The result has the shape of its first picture; the input clip is shown whole in it, on black."""
     takes_control: bool = False
     """Requests may have a control picture, and its ``control_scale``."""
     needs_control: bool = False
     """Requests must have a control picture."""
     control_scale: float = 0.0
-    """Default weight of the control, or of the clip that came along; 0: it is fixed."""
+    """Default weight of the control, or of the input clip; 0: it is fixed."""
     takes_control_guidance: bool = False
-    """Requests may say in which share of the steps the control counts."""
+    """Requests may limit the control to a share of the steps."""
     takes_strength: bool = False
-    """Requests may set the share of their picture or clip that is made anew."""
+    """Requests may set ``strength``: how much of their picture or clip is repainted."""
     strength: float = 1.0
     """Default strength: the share of the steps to run, rounded up, or down with ``rounds_steps_down``."""
     strength_needs_mask: bool = False
@@ -201,13 +204,8 @@ class Defaults:
         words |= {"max_video_frames": 0, "min_video_frames": 1, "needs_video": False, "keeps_length": False}
         words |= {"takes_both": False, "needs_source": False, "cuts_video": False, "max_reference_aspect": 0}
         words |= {"video_fps": 0, "takes_frame_indices": False, "video_needs_lora": False, "shaped_by_picture": False}
-        whole: dict[str, Any] = {
-            "takes_strength": False,
-            "frames_per_chunk": 0,
-            "first_chunk_steps": 1,
-            "make_sound": False,
-        }
-        whole |= {"chunk_overlap": 0, "stage_scale": 0.0, "max_videos": 1, "video_sound_rate": 0}
+        whole: dict[str, Any] = {"takes_strength": False, "frames_per_chunk": 0, "first_chunk_steps": 1}
+        whole |= {"make_sound": False, "chunk_overlap": 0, "stage_scale": 0.0, "max_videos": 1, "video_sound_rate": 0}
         changes: dict[str, Any] = {**size, **frame, **words, **whole}
         return replace(self, kind=kind, **changes)
 
@@ -265,7 +263,7 @@ class Defaults:
         return request
 
     def inputs(self, size: Size) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield what may come along with a request of ``size``, in words and as fields of ``MediaRequest``.
+        """Yield possible inputs of a request of ``size``, in words and as fields of ``MediaRequest``.
 
         One picture and as many as are taken, beyond those that must come, and a clip.
         """
@@ -345,9 +343,9 @@ class Defaults:
             raise ValueError(f"num_inference_steps is {num_steps}; it must be {allowed}")
 
     def check_layers(self, num_layers: int) -> None:
-        few = min(1, self.max_layers)
-        if not few <= num_layers <= self.max_layers:
-            allowed = f"it must be from {few} to {self.max_layers}" if few else "this model makes whole pictures alone"
+        few, many = min(1, self.max_layers), self.max_layers
+        if not few <= num_layers <= many:
+            allowed = f"it must be from {few} to {many}" if few else "this model makes whole pictures: leave it out"
             raise ValueError(f"layers is {num_layers}; {allowed}")
 
     def check_cache(self, request: MediaRequest) -> None:
@@ -388,15 +386,15 @@ class Defaults:
 
     def check_num_pictures(self, number: int, *, has_video: bool = False) -> None:
         if not self.min_pictures <= number <= self.max_pictures:
-            raise ValueError(f"{counted(number, *PICTURES)} came along; this model takes {self._allowed_pictures()}")
+            raise ValueError(f"{counted(number, *SENT_PICTURES)} sent; this model takes {self._allowed_pictures()}")
         if self.needs_source and not (number or has_video):
-            raise ValueError("no reference came along: send pictures as input_reference, or a clip as video")
+            raise ValueError("this model needs a reference: send pictures as input_reference, or a clip as video")
 
     def check_frame_indices(self, request: MediaRequest) -> None:
         if self.takes_frame_indices:
             check_frame_indices(request, self.keyframes(request), self.frame_multiple)
         elif request.frame_indices:
-            raise ValueError("frame_indices are not for this model: leave them out")
+            raise ValueError("this model takes no frame_indices: leave them out")
 
     def keyframes(self, request: MediaRequest) -> tuple[int, ...]:
         """Return the place of each input picture, counted in frames of latents: 0, then ``frame_multiple`` frames each.
@@ -410,24 +408,25 @@ class Defaults:
     def check_mask(self, num_pictures: int, has_mask: bool, *, has_video: bool = False) -> None:
         takes_mask = self.masks_video if has_video else self.takes_mask and num_pictures > 0
         if has_mask and not takes_mask:
-            sources = ("picture",) * self.takes_mask + ("clip",) * self.masks_video
-            raise ValueError(f"this model takes {'a mask with a ' + ' or a '.join(sources) if sources else 'no mask'}")
+            sources = " or a ".join(("picture",) * self.takes_mask + ("clip",) * self.masks_video)
+            allowed = f"a mask with a {sources} alone" if sources else "no mask"
+            raise ValueError(f"this model takes {allowed}: leave it out, or take another model")
         if self.needs_mask and not has_mask:
-            raise ValueError("this model paints what a mask marks, and none came along: send a mask with the picture")
+            raise ValueError("this model needs a mask: send one with the picture")
 
     def check_video(self, num_video_frames: int, num_pictures: int = 0, num_frames: int | None = None) -> None:
         """Check a clip in frames at ``video_fps`` (0: none came); ``num_frames`` are the result's, if known."""
         if not num_video_frames:
             if self.needs_video:
-                raise ValueError("this model changes clips, and none came along: send one as video")
+                raise ValueError("this model needs an input clip: send one as video")
             return
         if not self.max_video_frames:
-            raise ValueError("a clip came along; this model takes none: leave video out, or take another model")
+            raise ValueError("this model takes no input clip: leave video out, or take another model")
         if num_pictures and not self.takes_both:
-            raise ValueError("a clip and a picture came along; this model takes one of them")
+            raise ValueError("this model takes a clip or pictures, not both: leave one out")
         self._check_video_length(num_video_frames)
         if num_frames == 1 < num_video_frames:
-            raise ValueError("a clip came along, and num_frames is 1; make it larger, or leave video out")
+            raise ValueError("num_frames is 1, with an input clip; make it larger, or leave video out")
 
     def _check_video_length(self, num_video_frames: int) -> None:
         if not self.min_video_frames <= num_video_frames <= self.max_video_frames:
@@ -436,7 +435,7 @@ class Defaults:
 
     def check_num_videos(self, number: int) -> None:
         if number > 1 and number > self.max_videos:
-            raise ValueError(f"{number} clips came along; this model takes {self.max_videos} at most")
+            raise ValueError(f"{number} input clips were sent; this model takes at most {self.max_videos}: send fewer")
 
     def _check_videos(self, request: MediaRequest) -> None:
         self.check_video(request.num_video_frames, request.num_pictures, request.num_frames)
@@ -464,9 +463,9 @@ class Defaults:
 
     def check_control(self, has_control: bool) -> None:
         if has_control and not self.takes_control:
-            raise ValueError("a control picture came along; this model takes none: leave control_image out")
+            raise ValueError("this model takes no control picture: leave control_image out")
         if self.needs_control and not has_control:
-            raise ValueError("this model follows a control picture, and none came along: send one as control_image")
+            raise ValueError("this model needs a control picture: send one as control_image")
 
     def check_control_guidance(self, request: MediaRequest) -> None:
         check_control_guidance(request, is_taken=self.takes_control_guidance)
@@ -478,10 +477,9 @@ class Defaults:
 
     def check_strength(self, request: MediaRequest) -> None:
         if request.strength is not None and not self._may_have_strength(request):
-            needed = " and a mask" if self.strength_needs_mask else ""
-            source = "clip" if self.max_video_frames else "picture"
-            allowed = f"strength with a {source}{needed}" if self.takes_strength else "no strength"
-            raise ValueError(f"this model takes {allowed}")
+            source = ("clip" if self.max_video_frames else "picture") + " and a mask" * self.strength_needs_mask
+            allowed = f"strength with a {source} alone" if self.takes_strength else "no strength"
+            raise ValueError(f"this model takes {allowed}: leave it out")
         if request.strength is not None and not 0 < request.strength <= 1:
             raise ValueError(f"strength is {request.strength}; it must be above 0 and at most 1")
         if self.num_steps_of(request) < 1:
@@ -494,6 +492,6 @@ class Defaults:
 
     def _allowed_pictures(self) -> str:
         if self.max_pictures == 0:
-            return "words alone"
+            return "none: leave them out, or take another model"
         few, many = self.min_pictures, self.max_pictures
         return f"exactly {many}" if few == many else f"from {few} to {many}"

@@ -169,6 +169,8 @@ def hub_id_of(source: str) -> str:
     for name, hub_id in names.items():
         if name.lower() == source.lower():
             return hub_id
+    if known := [name for name in published_models() if name.lower() == source.lower()]:
+        raise ValueError(f"{known[0]} is known by its configuration alone: give its hub id, owner/name, or its folder")
     raise ValueError(
         f"no model {source!r}: give a diffusers folder, a hub id like owner/name, {_shipped_names()}, or the name of "
         f"a published model: {', '.join(names)}"

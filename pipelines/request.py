@@ -117,7 +117,7 @@ class MediaRequest:
     copies_sound: bool = False
     """The result gets the sound of its clip, which the model does not hear."""
     has_control: bool = False
-    """A control picture comes along, such as edges or depths."""
+    """It has a control picture, such as edges or depths."""
     control_scale: float | None = None
     """Weight of the control; None: the model's default."""
     control_guidance_start: float | None = None
@@ -125,7 +125,7 @@ class MediaRequest:
     control_guidance_end: float | None = None
     """Share of the steps after which the control ends; None: the model's default."""
     source_clip_id: str | None = None
-    """Id of the clip that came along, if this server made it."""
+    """Id of the input clip, if this server made it."""
     strength: float | None = None
     """Share of the picture to repaint, in (0, 1]; None: the model's default."""
     num_layers: int = 0
@@ -209,7 +209,7 @@ def check_second_stage(request: MediaRequest, scale: float) -> None:
         raise ValueError(f"the sides grow by {second.scale:g} between both passes; this model's factor is {scale:g}")
     check_falling("second_stage_sigmas", second.sigmas, 1.0)
     if request.num_video_frames:
-        raise ValueError("a clip came along, for which there is one pass: leave out video, or the second_stage_sigmas")
+        raise ValueError("second_stage_sigmas are not for requests with an input clip: leave them or video out")
     if request.num_frames == 1:
         raise ValueError("num_frames is 1, and a second pass is for clips: make it larger, or leave that out")
 
@@ -217,15 +217,15 @@ def check_second_stage(request: MediaRequest, scale: float) -> None:
 def check_sound(request: MediaRequest, *, makes_sound: bool) -> None:
     """Raise ValueError if ``request`` asks for a sound that its result cannot have."""
     if request.sound and not makes_sound:
-        raise ValueError("generate_sound is true; this model makes no sound")
+        raise ValueError("generate_sound is true; this model makes no sound: leave it out")
     if request.sound and request.num_frames == 1:
-        raise ValueError("generate_sound is true, and num_frames is 1; a picture has no sound")
+        raise ValueError("generate_sound is true, and num_frames is 1; a picture has no sound: leave one of both out")
 
 
 def check_sound_samples(sound_samples: tuple[int, ...]) -> None:
     """Raise ValueError if all clips of a request that keeps their sound have none."""
     if not any(sound_samples):
-        raise ValueError("keep_audio is true, and no clip with a sound came along: leave it out, or send one")
+        raise ValueError("keep_audio is true, and no input clip has a sound: leave it out, or send one")
 
 
 def keep_audio_fault(takes_clips: bool, hears_clips: bool, makes_sound: bool, keeps_length: bool) -> str:
@@ -246,10 +246,10 @@ def check_frame_indices(request: MediaRequest, places: tuple[int, ...], frame_mu
     """Raise ValueError unless the input pictures have different ``places``, one for ``frame_multiple`` frames each."""
     indices, number = request.frame_indices, request.num_pictures
     if not indices and number > 2:
-        raise ValueError(f"{number} pictures came along: say in frame_indices to which frames they belong")
+        raise ValueError(f"{number} input pictures were sent: say in frame_indices to which frames they belong")
     if indices and len(indices) != number:
-        came = counted(number, "picture", "pictures")
-        raise ValueError(f"frame_indices has {len(indices)} numbers, and {came} came along")
+        pictures = counted(number, "input picture", "input pictures")
+        raise ValueError(f"frame_indices has {len(indices)} numbers for {pictures}: give one for each")
     if wrong := [one for one in indices if not -request.num_frames <= one < request.num_frames]:
         allowed = f"from 0 to {request.num_frames - 1}, or from -{request.num_frames} to -1, counted from the end"
         raise ValueError(f"frame_indices has {wrong[0]}; it must be {allowed}")
@@ -267,7 +267,7 @@ def check_control_scale(request: MediaRequest, *, has_scale: bool, takes_control
         allowed = "this model has none to set" if takes_control else "this model takes no control picture"
         raise ValueError(f"{given}; {allowed}: leave it out")
     if given and takes_control and not request.has_control:
-        raise ValueError(f"{given}, and no control picture came along: send one as control_image, or leave it out")
+        raise ValueError(f"{given}, without a control picture: send one as control_image, or leave it out")
 
 
 def check_control_guidance(request: MediaRequest, *, is_taken: bool) -> None:
@@ -279,8 +279,8 @@ def check_control_guidance(request: MediaRequest, *, is_taken: bool) -> None:
         raise ValueError("control_guidance_start and control_guidance_end are not for this model; leave them out")
     if not request.has_control:
         raise ValueError(
-            "control_guidance_start and control_guidance_end are for a control picture, and none came along: send "
-            "one as control_image, or leave them out"
+            "control_guidance_start and control_guidance_end need a control picture: send one as control_image, or "
+            "leave them out"
         )
     start, end = start or 0.0, 1.0 if end is None else end
     if not 0 <= start < end <= 1:
@@ -326,7 +326,7 @@ class StepKind:
 
 
 def _clip_kind(request: MediaRequest) -> str:
-    """Return what tells how long the clip is that came along; "clip" if as long as the result."""
+    """Return the length of the input clip as text; "clip" if it is that of the result."""
     number, further = request.num_video_frames, "".join(f"+{one}" for one in request.further_video_frames)
     sounds = ",sound" if any(request.sound_samples) and not request.copies_sound else ""
     first = f"clip={number}" if number not in (0, request.num_frames) else "clip" * bool(number)
@@ -439,7 +439,7 @@ class InputPictures:
     mask: InputPicture | None = None
     """Mode "L", white where to paint."""
     video: InputVideo | None = None
-    """Clip that came along; None: there is none."""
+    """Input clip; None: there is none."""
     further_videos: tuple[InputVideo, ...] = ()
     """Clips after the first, in the client's order."""
     video_mask: InputVideo | None = None

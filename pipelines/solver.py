@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 MAX_SHIFT = 1000.0
 MAX_SHOWN = 8
@@ -120,6 +120,8 @@ def config_changes(solver: Solver, class_name: str, config: Mapping[str, Any]) -
 class SolverLimits:
     """Solver settings that a model's requests may have. Checks raise ValueError."""
 
+    __pydantic_config__: ClassVar[dict[str, bool]] = {"use_attribute_docstrings": True}  # the API's document has them
+
     scheduler: str = ""
     """Name of the model's own scheduler; empty if it has none."""
     schedulers: tuple[str, ...] = ()
@@ -142,7 +144,7 @@ class SolverLimits:
 
     def check_scheduler(self, name: str) -> None:
         if name and name not in self.schedulers:
-            allowed = f"it must be one of {', '.join(self.schedulers)}" if self.schedulers else "this model has its own"
+            allowed = f"it must be one of {', '.join(self.schedulers)}" if self.schedulers else "this model's is fixed"
             raise ValueError(f"scheduler is {name!r}; {allowed}")
 
     def check_shift(self, shift: float | None) -> None:
@@ -159,7 +161,7 @@ class SolverLimits:
         if not values:
             return
         if solver.sigmas and solver.timesteps:
-            raise ValueError("sigmas and timesteps are two ways to say one thing; give one of them")
+            raise ValueError("sigmas and timesteps exclude each other; give one of them")
         known, chosen = FLOW if self.is_flow else NOISE, solver.scheduler or self.scheduler
         if name not in self.inputs:
             raise ValueError(f"this model takes no {name}: leave them out")

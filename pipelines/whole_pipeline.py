@@ -315,7 +315,7 @@ def _call(pipeline: Any, inputs: Mapping[str, Any], progress: CallProgress, paus
 
 
 def _opened(values: Mapping[str, Any], request: MediaRequest) -> InputPictures:
-    """Return what came along with ``request`` from the values of its conditioning."""
+    """Return the inputs of ``request`` from the values of its conditioning."""
     pictures: InputPictures = values.get(PICTURES, NO_PICTURES)
     clips: dict[str, Any] = {name: _clip(values[key], request.fps) for name, key in CLIPS.items() if key in values}
     return replace(pictures, **clips)

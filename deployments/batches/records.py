@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import ScalarSelect, delete, func, literal, or_, select, true, update
+from sqlalchemy import ScalarSelect, Select, delete, func, literal, or_, select, true, update
 
 from deployments.database.database import Database, first_free, insert_into, row_of
 from deployments.database.tables import BatchRow, FileRow
@@ -125,15 +125,22 @@ class BatchStore:
             return int(await connection.scalar(select(_stored_bytes(key_hash))) or 0)
 
     async def file(self, file_id: str, key_hash: str | None) -> FileRecord | None:
-        files = await self._files(FileRow.id == file_id, key_hash)
+        files = await self._files(select(*FileRow.__table__.c).where(FileRow.id == file_id), key_hash)
         return files[0] if files else None
 
-    async def files(self, key_hash: str | None, after: int, limit: int) -> list[FileRecord]:
-        """Return the newest files before the number ``after``."""
-        return await self._files(FileRow.number < after, key_hash, limit)
+    async def files(
+        self, key_hash: str | None, after: int | None, limit: int, *, is_rising: bool, purpose: str | None
+    ) -> list[FileRecord]:
+        """Return files of ``purpose`` (None: any) that follow the number ``after``, the newest first or last."""
+        number = FileRow.number
+        query = select(*FileRow.__table__.c).order_by(number.asc() if is_rising else number.desc()).limit(limit)
+        if after is not None:
+            query = query.where(number > after if is_rising else number < after)
+        if purpose is not None:
+            query = query.where(FileRow.purpose == purpose)
+        return await self._files(query, key_hash)
 
-    async def _files(self, condition: Any, key_hash: str | None, limit: int = 1) -> list[FileRecord]:
-        query = select(*FileRow.__table__.c).where(condition).order_by(FileRow.number.desc()).limit(limit)
+    async def _files(self, query: Select[Any], key_hash: str | None) -> list[FileRecord]:
         if key_hash is not None:
             query = query.where(FileRow.key_hash == key_hash)
         async with self.database.engine.connect() as connection:

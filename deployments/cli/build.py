@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 from deployments.cli.progress import console
 from deployments.places import file_refusal, read_text
 from engines.core.spec import is_static
+from pipelines.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +51,7 @@ def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | Non
     with recording_all(model) as records:
         run()
     save_calibration(records, out)
-    console.print(f"{out}  scales of {source} over {len(prompts)} prompts", soft_wrap=True)
+    console.print(f"{out}  scales of {source} over {counted(len(prompts), 'prompt', 'prompts')}", soft_wrap=True)
 
 
 def model_over(

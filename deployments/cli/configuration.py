@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -76,9 +77,16 @@ def to_yaml(config: ServeConfig) -> str:
 
 
 def _source(name: str) -> str:
-    """Return the ``path`` of the model ``name``. ValueError if there is no such model."""
+    """Return the ``path`` of the model ``name``, with folders and files as absolute paths.
+
+    ValueError if there is no such model.
+    """
     try:
         model = ModelSource.parse(name)
+        own = {field: getattr(model, field) for field in ("base", "file", "network", "upsampler")}
+        model = replace(
+            model, **{field: os.path.abspath(place) for field, place in own.items() if os.path.exists(place)}
+        )
         if not Path(model.base).is_dir() and not (SHIPPED / model.base).is_dir():
             model = replace(model, base=hub_id_of(model.base))
     except ValueError as error:

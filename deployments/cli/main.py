@@ -31,10 +31,12 @@ app = typer.Typer(
 ConfigOption = Annotated[
     str,
     typer.Option(
-        "--config", help="A config file, or the name of a shipped one; by default the server here, or laptop."
+        "--config", help="A config file, or the name of a shipped one, instead of a server; laptop if none runs here."
     ),
 ]
-UrlOption = Annotated[str, typer.Option("--url", help="A running server; without it, one is started for this command.")]
+UrlOption = Annotated[
+    str, typer.Option("--url", help="A running server; by default the one on this machine, unless --config is given.")
+]
 KeyOption = Annotated[Path | None, typer.Option("--api-key-file", help="The server's key; else TROUPE_API_KEY.")]
 NegativeOption = Annotated[str | None, typer.Option(help="Things to avoid; needs a --true-cfg-scale above 1.")]
 MASK_HELP = "Where to paint in --image or --video: transparent, or else white. Some models need it."
@@ -154,8 +156,7 @@ def serve(
         settings = with_metrics_port(settings)
         for warning in warnings(settings):
             typer.echo(f"troupe: warning: {warning}", err=True)
-        with started(settings) as url:
-            announce(url, settings.app.metrics.url)
+        with started(settings, lambda url: announce(url, settings.app.metrics.url)) as url:
             console.print(f"Metrics: {settings.app.metrics.url or 'none'}", soft_wrap=True)
             console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.")
             console.print(f"Logs of its processes: {logs_folder()}", soft_wrap=True)

@@ -100,7 +100,7 @@ def the_server(port: int | None = None) -> Server:
     listed = ", ".join(server.url for server in running)
     if not chosen:
         raise ValueError(f"no server that `troupe serve` started listens on port {port}; there is {listed}")
-    raise ValueError(f"several servers run here: {listed}; say which")
+    raise ValueError(f"several servers run here: {listed}; choose one by --url, or by --port of `troupe stop`")
 
 
 def _read(file: Path) -> Server | None:

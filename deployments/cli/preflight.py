@@ -314,7 +314,8 @@ def _gpus(config: ServeConfig) -> Iterator[str]:
 
     available = torch.cuda.device_count()
     if needed > available:
+        fitting = [f"gpu{number}" for number in (1, 2, 4, 8) if number <= available]
         yield (
-            f"the configuration asks for {needed} GPUs and this machine has {available}: take one for fewer "
-            "(gpu1, gpu2, laptop), or lower num_ranks, gpus_per_rank, num_gpus and num_devices"
+            f"the configuration asks for {needed} GPUs and this machine has {available}: take a shipped one that fits "
+            f"({', '.join([*fitting, 'laptop'])}), or lower num_ranks, gpus_per_rank, num_gpus and num_devices"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -45,14 +45,15 @@ def _column(template: str) -> TextColumn:
 
 
 @contextmanager
-def started(config: ServeConfig) -> Iterator[str]:
-    """Start the application, with a spinner and the missing parts; yield its URL."""
+def started(config: ServeConfig, on_open: Callable[[str], None] = lambda url: None) -> Iterator[str]:
+    """Start the application, with a spinner and the missing parts; yield its URL. ``on_open`` is as in ``running``."""
     from deployments.cli.serving import running  # clients start without Ray and torch
 
     with ExitStack() as stack:
         with Bars(SpinnerColumn(), _column("{task.description}"), TimeElapsedColumn(), console=console) as bar:
             task = bar.add_task("Starting Ray Serve", total=1)
-            url = stack.enter_context(running(config, on_wait=lambda reason: bar.update(task, description=reason)))
+            application = running(config, on_open=on_open, on_wait=lambda reason: bar.update(task, description=reason))
+            url = stack.enter_context(application)
             bar.update(task, description=f"Ready at {url}", completed=1)
         yield url
 

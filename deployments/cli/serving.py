@@ -90,12 +90,18 @@ def parse_config(document: Mapping[str, Any]) -> ServeConfig:
 
 
 @contextmanager
-def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reason: None) -> Iterator[str]:
+def running(
+    config: ServeConfig,
+    *,
+    on_open: Callable[[str], None] = lambda url: None,
+    on_wait: Callable[[str], None] = lambda reason: None,
+) -> Iterator[str]:
     """Yield the URL of the ready application. Start a local Ray cluster unless one is connected.
 
-    ``on_wait`` repeatedly receives what is still missing. The end of the block, Ctrl-C and SIGTERM stop what was
-    started here; running requests have ``door.drain_s`` to finish. ValueError, before the start, with all problems of
-    ``config`` on this machine, or if Serve already runs in the cluster.
+    ``on_open`` receives the URL once its port is taken. ``on_wait`` repeatedly receives what is still missing. The end
+    of the block, Ctrl-C and SIGTERM stop what was started here; running requests have ``door.drain_s`` to finish.
+    ValueError, before the start, with all problems of ``config`` on this machine, or if Serve already runs in the
+    cluster.
     """
     config = with_metrics_port(config)
     with ExitStack() as stack:  # an error or a second Ctrl-C at one end does not stop the other
@@ -106,6 +112,7 @@ def running(config: ServeConfig, *, on_wait: Callable[[str], None] = lambda reas
             raise ValueError("Ray Serve is already running in this cluster, at an address of its own: `serve shutdown`")
         starts, began_s = start_times_of(config.app), time.monotonic()
         entrance = stack.enter_context(Entrance.opened(config, starts.get(WHOLE_START) or 0.0))
+        on_open(entrance.url)
         if is_local:
             stack.enter_context(local_cluster(config))
         else:

@@ -200,7 +200,7 @@ class ClipFolders:
 
 
 def input_files(inputs: InputPictures) -> Iterator[tuple[str, bytes]]:
-    """Yield names and contents of the files that hold what came along with a clip's request."""
+    """Yield names and contents of the files that hold the inputs of a clip's request."""
     for index, picture in enumerate(inputs.pictures):
         yield input_name(index), png(picture)
     if inputs.mask is not None:
@@ -231,7 +231,7 @@ def inputs_of(request: MediaRequest, read: Callable[[str], bytes]) -> InputPictu
 
 
 def video_of(request: MediaRequest, data: bytes) -> InputVideo:
-    """Return the clip that came along with ``request``, or its mask, from the pixels."""
+    """Return the input clip with ``request``, or its mask, from the pixels."""
     num_frames = request.num_video_frames
     return InputVideo(width=request.width, height=request.height, num_frames=num_frames, fps=request.fps, data=data)
 

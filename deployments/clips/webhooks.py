@@ -93,8 +93,8 @@ class WebhookSettings:
         if parts.scheme not in schemes or not host or parts.username is not None or not url.isascii():
             raise ValueError(f"url is {url[:200]!r}; it must begin with {' or '.join(schemes)}:// and a host")
         if not any(fnmatchcase(host.lower().rstrip("."), pattern.lower()) for pattern in self.hosts):
-            allowed = f"those of api.webhooks.hosts are {', '.join(self.hosts)}" if self.hosts else "there are none"
-            raise ValueError(f"url is {url[:200]!r}; webhooks go to hosts that the server allows alone, and {allowed}")
+            allowed = f"which has {', '.join(self.hosts)}" if self.hosts else "which is empty"
+            raise ValueError(f"url is {url[:200]!r}; its host must be in the server's api.webhooks.hosts, {allowed}")
         return parts
 
     async def resolve(self, url: str) -> tuple[SplitResult, str]:

@@ -148,7 +148,7 @@ class Places:
 
 
 class Memory:
-    """Room for ``limit`` bytes of pictures that came along, as they were sent and unpacked."""
+    """Room for ``limit`` bytes of input pictures, as they were sent and unpacked."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit

@@ -21,16 +21,16 @@ from pipelines.defaults import Defaults
 from pipelines.request import MediaKind
 
 Background = Literal["opaque", "transparent"]
-LAYER = "Which layer of its picture, 0 the lowest; null of a picture without layers. Beyond OpenAI."
-REVISED = "The prompt of an enhancer; null if the prompt is as it came."
-CACHE = "Which steps made no forwards; beyond OpenAI."
+LAYER = "Number of the layer, from 0, the lowest; null for pictures without layers. Beyond OpenAI."
+REVISED = "The rewritten prompt; null if the prompt was not changed."
+CACHE = "Step cache of the request; beyond OpenAI."
 
 
 class ModelLora(BaseModel):
     """An adapter of a model."""
 
     name: str
-    scale: float = Field(description="Scale of requests that give none.")
+    scale: float = Field(description="Default scale.")
 
 
 class Model(BaseModel):
@@ -39,14 +39,14 @@ class Model(BaseModel):
     created: int
     owned_by: str = "troupe"
     kind: MediaKind = Field(description="image or video; beyond OpenAI")
-    kinds: tuple[MediaKind, ...] = Field(description="All that it makes, its kind first; beyond OpenAI.")
-    family: str = Field(description="beyond OpenAI")
-    path: ModelPath = Field(description="How steps are made: by blocks, or by a pipeline's own call. Beyond OpenAI.")
+    kinds: tuple[MediaKind, ...] = Field(description="Kinds of media that it makes, its kind first; beyond OpenAI.")
+    family: str = Field(description="Models of the same architecture; beyond OpenAI.")
+    path: ModelPath = Field(description="Execution path: blocks, or the whole pipeline's call. Beyond OpenAI.")
     forwards: Forwards | None = Field(
-        description="How forwards of a whole pipeline run; null of other models, or before a gang is there. "
+        description="How forwards of a whole pipeline run; null for other models, or before a gang has started. "
         "Beyond OpenAI."
     )
-    aliases: tuple[str, ...] = Field(description="Other names that requests may give it; beyond OpenAI.")
+    aliases: tuple[str, ...] = Field(description="Other names of the model; beyond OpenAI.")
     loras: tuple[ModelLora, ...] = Field(
         description="Adapters that requests may name, with their scales; beyond OpenAI."
     )
@@ -60,22 +60,24 @@ class Model(BaseModel):
     attentions: tuple[Attention, ...] = Field(
         description="Precisions of attention that requests may name, the model's own first; beyond OpenAI."
     )
-    qualities: dict[Quality, str] = Field(description="The recipe that a quality stands for; beyond OpenAI.")
+    qualities: dict[Quality, str] = Field(description="Recipe for each quality that has one; beyond OpenAI.")
     memory: dict[str, Any] | None = Field(
         description="Savings that memory_gib chose, and their predicted cost; beyond OpenAI."
     )
-    parent: str | None = Field(default=None, description="The model that this one is, with an adapter; beyond OpenAI.")
+    parent: str | None = Field(default=None, description="Base model of an adapter's or recipe's entry; beyond OpenAI.")
     description: str = Field(description="Subjects that the model draws, if its folder names them; beyond OpenAI.")
-    sizes: tuple[str, ...] = Field(description="Good values of size; others within the limits may do. Beyond OpenAI.")
-    steps: dict[Quality, int] = Field(description="Steps of each quality; beyond OpenAI.")
-    prompts: tuple[str, ...] = Field(description="Prompts to begin with; beyond OpenAI.")
+    sizes: tuple[str, ...] = Field(
+        description="Recommended values of size; others within the limits are allowed. Beyond OpenAI."
+    )
+    steps: dict[Quality, int] = Field(description="Number of steps of each quality; beyond OpenAI.")
+    prompts: tuple[str, ...] = Field(description="Example prompts; beyond OpenAI.")
     capabilities: tuple[str, ...] = Field(
         description="Kinds of requests, such as text-to-image or video-to-video; beyond OpenAI."
     )
-    edits: bool = Field(description="Whether it changes pictures as the prompt says, not by strength; beyond OpenAI.")
+    edits: bool = Field(description="Whether it edits pictures by the prompt, without strength; beyond OpenAI.")
     defaults: Defaults = Field(description="Defaults and limits; beyond OpenAI.")
     picture_defaults: Defaults | None = Field(
-        description="Defaults of pictures, for a model that makes clips too; else null. Beyond OpenAI."
+        description="Defaults of pictures for a model that also makes clips; else null. Beyond OpenAI."
     )
 
     @classmethod
@@ -132,12 +134,12 @@ class ModelList(BaseModel):
 
 class Health(BaseModel):
     status: Literal["ready", "not_ready"]
-    models: dict[str, str] = Field(description="For each model: ready, or the reason why not.")
-    storage: str = Field(description="ok, or why no clip can be kept; pictures can be drawn meanwhile")
+    models: dict[str, str] = Field(description="State by model: ready, or the reason why not.")
+    storage: str = Field(description="ok, or the reason why clips cannot be stored; pictures can still be made.")
 
 
 class Usage(BaseModel):
-    """Required by OpenAI's clients. Troupe counts no tokens."""
+    """Token usage, which OpenAI's clients require: always 0, since Troupe counts no tokens."""
 
     input_tokens: int = 0
     output_tokens: int = 0
@@ -149,7 +151,7 @@ class Image(BaseModel):
     b64_json: str | None = None
     url: str | None = None
     revised_prompt: str | None = Field(default=None, description=REVISED)
-    seed: int = Field(description="The seed that draws this picture again; beyond OpenAI.")
+    seed: int = Field(description="Seed that reproduces this picture; beyond OpenAI.")
     layer: int | None = Field(default=None, description=LAYER)
 
 
@@ -160,9 +162,9 @@ class ImagesResponse(BaseModel):
     size: str
     background: Background = "opaque"
     quality: Quality | None = Field(
-        description="Quality that decided the steps; null if num_inference_steps was given."
+        description="Quality that chose the number of steps; null if num_inference_steps was given."
     )
-    num_inference_steps: int = Field(description="beyond OpenAI")
+    num_inference_steps: int = Field(description="Beyond OpenAI.")
     cache: CacheMode = Field(description=CACHE)
     safety_identifier: str | None = None
     usage: Usage = Usage()
@@ -176,8 +178,8 @@ class PartialPicture(Event):
     size: str
     background: str = "opaque"
     quality: Quality | Literal["auto"] = "auto"
-    image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
-    step: int = Field(description="The step it was decoded after; beyond OpenAI.")
+    image_index: int = Field(description="Number of the picture in the request, from 0; beyond OpenAI.")
+    step: int = Field(description="Step after which it was decoded; beyond OpenAI.")
 
 
 class PartialImage(PartialPicture):
@@ -195,15 +197,15 @@ class CompletedPicture(Event):
     size: str
     background: Background = "opaque"
     quality: Quality | Literal["auto"] = "auto"
-    num_inference_steps: int = Field(description="beyond OpenAI")
+    num_inference_steps: int = Field(description="Beyond OpenAI.")
     cache: CacheMode = Field(description=CACHE)
     usage: Usage = Usage()
     safety_identifier: str | None = None
     revised_prompt: str | None = Field(default=None, description=f"{REVISED} Beyond OpenAI.")
-    image_index: int = Field(description="Which of the n pictures; beyond OpenAI.")
+    image_index: int = Field(description="Number of the picture in the request, from 0; beyond OpenAI.")
     layer: int | None = Field(default=None, description=LAYER)
-    seed: int = Field(description="beyond OpenAI")
-    timings: StageTimes = Field(description="beyond OpenAI")
+    seed: int = Field(description="Beyond OpenAI.")
+    timings: StageTimes = Field(description="Beyond OpenAI.")
 
 
 class CompletedImage(CompletedPicture):
@@ -217,8 +219,8 @@ class CompletedEdit(CompletedPicture):
 class QueuedPicture(Event):
     type: Literal["troupe.queued"] = "troupe.queued"
     image_index: int
-    num_before: int = Field(description="Other requests that its gang had when it took this one.")
-    eta_s: float | None = Field(description="Predicted seconds until it is done; null if nothing like it was measured.")
+    num_before: int = Field(description="Number of other requests in the gang when it took this one.")
+    eta_s: float | None = Field(description="Predicted seconds until it is done; null without a prediction.")
 
 
 class StepProgress(Event):
@@ -226,7 +228,7 @@ class StepProgress(Event):
     image_index: int
     step: int
     of: int
-    eta_s: float | None = Field(description="Seconds; null as long as nothing like it was measured.")
+    eta_s: float | None = Field(description="Predicted seconds until its steps are done; null without a prediction.")
 
     @classmethod
     def of_picture(cls, index: int, event: Progress) -> StepProgress:
@@ -243,30 +245,32 @@ class Video(BaseModel):
     object: Literal["video"] = "video"
     model: str
     status: Literal["queued", "in_progress", "completed", "failed"]
-    progress: int = Field(ge=0, le=100, description="Per cent of the steps; 100 when the file is there.")
+    progress: int = Field(ge=0, le=100, description="Percentage of the steps; 100 once the file is available.")
     created_at: int
     completed_at: int | None
     expires_at: int | None = None
     prompt: str
     revised_prompt: str | None = Field(default=None, description=f"{REVISED} Beyond OpenAI.")
-    remixed_from_video_id: str | None = Field(default=None, description="The clip that it was made of, by its id.")
+    remixed_from_video_id: str | None = Field(default=None, description="Id of the input clip, if it was made here.")
     seconds: str
     size: str
     error: VideoError | None
-    seed: int = Field(description="The seed that makes this clip again; beyond OpenAI.")
-    num_frames: int = Field(description="beyond OpenAI")
-    fps: int = Field(description="beyond OpenAI")
-    num_outputs: Literal[1] = Field(default=1, description="Clips of the request, as others count; beyond OpenAI.")
-    num_inference_steps: int = Field(description="beyond OpenAI")
+    seed: int = Field(description="Seed that reproduces this clip; beyond OpenAI.")
+    num_frames: int = Field(description="Beyond OpenAI.")
+    fps: int = Field(description="Beyond OpenAI.")
+    num_outputs: Literal[1] = Field(default=1, description="Number of clips of the request; beyond OpenAI.")
+    num_inference_steps: int = Field(description="Beyond OpenAI.")
     cache: CacheMode = Field(description=CACHE)
     eta_s: float | None = Field(
-        description="Seconds until it is done, by prediction, while it waits or is made; beyond OpenAI."
+        description="Predicted seconds until it is done; null once it has ended. Beyond OpenAI."
     )
     num_before: int | None = Field(
-        description="Clips of its model that wait before it; null unless it waits. Beyond OpenAI."
+        description="Number of clips of its model ahead in the queue; null unless it waits. Beyond OpenAI."
     )
-    num_previews: int = Field(description="Previews so far, the last at variant=preview; beyond OpenAI.")
-    timings: StageTimes | None = Field(description="beyond OpenAI")
+    num_previews: int = Field(
+        description="Number of previews so far; variant=preview returns the newest. Beyond OpenAI."
+    )
+    timings: StageTimes | None = Field(description="Beyond OpenAI.")
 
     @classmethod
     def of(cls, clip: ClipRecord) -> Video:
@@ -321,7 +325,7 @@ class VideoDeleted(BaseModel):
 
 
 class VideoEvent(Event):
-    """video.progress whenever something changed, then one of video.completed, video.failed, video.deleted."""
+    """Event of a clip: video.progress at each change, at the end video.completed, video.failed or video.deleted."""
 
     type: Literal["video.progress", "video.completed", "video.failed", "video.deleted"]
     video: Video | None

@@ -112,7 +112,7 @@ class ApiContext:
     async def resolved(
         self, body: B, kind: MediaKind, requester: Requester, read: ReadSource | None = None
     ) -> ResolvedRequest[B]:
-        """Return ``body`` with its model and what came along, decoded. RequestError if the model takes something else.
+        """Return ``body`` with its model and its decoded inputs. RequestError if the model takes others.
 
         ``read`` returns the content of a clip or file that is named by its id, given that and the field.
         """

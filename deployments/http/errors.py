@@ -11,6 +11,7 @@ from typing import Any, Literal
 from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field, ValidationError
 from sqlalchemy import exc
 from starlette.exceptions import HTTPException
@@ -24,6 +25,7 @@ from deployments.service.interface import ModelUnavailableError
 from deployments.usage.keeper import AccountsUnavailableError
 from deployments.usage.quotas import LimitReachedError
 from engines.core.engine import JobFailedError
+from engines.core.field_error import FieldError
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
 
 FAILURES: tuple[type[Exception], ...] = (
@@ -122,7 +124,9 @@ def from_failure(failure: Exception) -> ApiError | None:
         case ModelUnavailableError():
             return _later(503, "model_not_ready", failure)
         case StorageLostError() | exc.DBAPIError() | exc.TimeoutError():
-            message = str(failure) if isinstance(failure, StorageLostError) else "The records of clips cannot be got at"
+            message = (
+                str(failure) if isinstance(failure, StorageLostError) else "The records of clips cannot be reached"
+            )
             return ApiError(503, message, code="storage_unavailable", headers=retry_after(10.0))
         case StorageFullError() | OSError() if is_full(failure):
             return ApiError(507, f"There is no room on the server's disk: {failure}", code="storage_full")
@@ -136,7 +140,7 @@ def from_failure(failure: Exception) -> ApiError | None:
         case UnicodeError() | ValidationError():
             return None
         case ValueError():
-            return ApiError(400, str(failure))
+            return ApiError(400, str(failure), param=failure.field if isinstance(failure, FieldError) else None)
     return None
 
 
@@ -211,6 +215,9 @@ def methods_at(app: FastAPI, path: str) -> list[str]:
 
 async def _on_validation_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    failure = from_failure(field_error(error.errors(), {}))
+    route = request.scope.get("route")
+    queries = [one.field_info.annotation for one in route.dependant.query_params] if isinstance(route, APIRoute) else []
+    fields = {name: field for query in queries for name, field in getattr(query, "model_fields", {}).items()}
+    failure = from_failure(field_error(error.errors(), fields))
     assert failure is not None
     return failure.response()

@@ -41,7 +41,7 @@ IdempotencyKey = Annotated[
     Header(
         alias="Idempotency-Key",
         max_length=255,
-        description="Key of a request that may be sent again: within a day it runs once, and all get the same answer.",
+        description="Key of a request: within a day, the same key and body run once and get the same answer.",
     ),
 ]
 

@@ -22,15 +22,13 @@ ENHANCER_HEADER = "X-Troupe-Prompt-Enhancer"
 
 class KeyUsage(BaseModel):
     object: Literal["usage"] = "usage"
-    started_at: int = Field(description="Since when is counted, in Unix seconds.")
-    num_requests: int = Field(description="Finished pictures and clips.")
-    gpu_seconds: float = Field(
-        description="How long ranks were at work in their steps, and in those of others that the key left or stopped."
-    )
+    started_at: int = Field(description="Start of the account, in Unix seconds.")
+    num_requests: int = Field(description="Number of finished pictures and clips.")
+    gpu_seconds: float = Field(description="Rank-seconds of their steps, and of requests that the client stopped.")
     gpu_seconds_last_minute: float
-    gpu_seconds_per_minute: float | None = Field(description="How many may be; null: any.")
-    max_concurrent: int | None = Field(description="Pictures and clips that may be under way; null: any.")
-    weight: float = Field(description="The share beside other keys, where these take turns.")
+    gpu_seconds_per_minute: float | None = Field(description="Limit of gpu_seconds_last_minute; null: none.")
+    max_concurrent: int | None = Field(description="Limit of concurrent pictures and clips; null: none.")
+    weight: float = Field(description="Share relative to other keys, with the policy fair.")
 
 
 def usage_routes(context: ApiContext) -> APIRouter:

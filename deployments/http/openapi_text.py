@@ -36,19 +36,19 @@ ERROR_CONTENT = {"application/json": {"schema": {"$ref": REFERENCE.format(model=
 ERRORS = {
     400: "A value is missing, unknown, or not allowed; `param` says which",
     401: "The API key is missing or not known",
-    403: "`Host` is no name of this server, a page of another origin gives the order, or the adapter is another key's",
+    403: "`Host` is no name of this server, a page of another origin sent it, or the adapter is another key's",
     404: "There is no such model, clip, file or adapter",
-    405: "The path has other methods",
-    408: "The body was not there in time",
-    409: "The clip is not finished, the Idempotency-Key came with another body, or there is no place for the file",
-    410: "The file was there, and is gone",
+    405: "The method is not allowed at this path",
+    408: "The body did not arrive in time",
+    409: "The clip is not finished, the Idempotency-Key was used with another body, or the limit of files is reached",
+    410: "The file no longer exists",
     413: "The body is too large, or a picture, clip or adapter in it",
     415: "The content type is not supported",
-    416: "The range lies beyond the file",
-    429: "There is too much to do, for the server or for the key; `Retry-After` says when to come back",
-    500: "A defect; the log has more under the request id",
-    502: "The ranks that worked on the request failed, twice",
-    503: "The model is not ready, the server is full, or clips' records are away; `Retry-After` says when to come back",
+    416: "The range is beyond the end of the file",
+    429: "A queue is full or a limit of the key is reached; retry after `Retry-After` seconds",
+    500: "An internal error; the log has more under the request id",
+    502: "The ranks that worked on the request failed twice",
+    503: "The model is not ready, the server is full, or storage is unavailable; retry after `Retry-After` seconds",
     507: "There is no room on the server's disk",
 }
 CODES = {
@@ -90,26 +90,26 @@ EVERYWHERE = (405, 500)
 MAKING = (400, 401, 403, 404, 408, 409, 413, 415, 429, 502, 503, 507)
 """Errors of what makes pictures or clips."""
 HEADERS = {
-    "X-Request-Id": "The id of the request, in the log as well: the client's own, or a new one",
-    "Retry-After": "Seconds after which to try again",
+    "X-Request-Id": "Id of the request, also in the log: the client's own, or a new one",
+    "Retry-After": "Seconds to wait before a retry",
     "WWW-Authenticate": "Bearer",
-    "Allow": "The methods of the path",
-    "Content-Range": "Which bytes these are, of how many",
+    "Allow": "Allowed methods of the path",
+    "Content-Range": "Range of bytes, and the size of the file",
     "ETag": "Changes with the file; send it back as If-None-Match",
     "Last-Modified": "Send it back as If-Modified-Since",
     "Accept-Ranges": "bytes",
     "Server-Timing": "queue, encode, denoise, decode, total in ms",
-    "X-Troupe-Warm": "true or false: whether everything was prepared for the shape",
-    "X-Troupe-Cache": "off, conservative or fast: which steps made no forwards",
-    "X-Troupe-Same-Bytes": "true or false: whether the seed gives these bytes again; else the same picture",
-    GPU_HEADER: "Rank-seconds of all steps; of an error, as far as they are known",
-    "X-Troupe-Eta": "Predicted seconds to the end, from its arrival at the gang; for an unfinished clip, from now; "
+    "X-Troupe-Warm": "true if steps of this shape were compiled and captured before",
+    "X-Troupe-Cache": "Step cache of the request: off, conservative or fast",
+    "X-Troupe-Same-Bytes": "true if the seed gives these bytes again; false: the same picture with other bytes",
+    GPU_HEADER: "Rank-seconds of all steps; for an error, those known so far",
+    "X-Troupe-Eta": "Predicted seconds until the end, from arrival at the gang; for an unfinished clip, from now; "
     "absent without a prediction",
-    "X-Troupe-Video-Id": "The clip's id",
-    "X-Troupe-Prompt-Enhancer": "revised, or why the prompt was used as it came "
+    "X-Troupe-Video-Id": "Id of the clip",
+    "X-Troupe-Prompt-Enhancer": "revised, or why the prompt was not rewritten "
     "(timeout, unreachable, refused, invalid); absent without an enhancer",
-    "Idempotent-Replayed": "true of an answer that is that to the same request before",
-    "openai-poll-after-ms": "How long to wait before the next look",
+    "Idempotent-Replayed": "true if the answer is that of an earlier identical request",
+    "openai-poll-after-ms": "Milliseconds until the next poll",
 }
 ERROR_HEADERS = {401: "WWW-Authenticate", 405: "Allow", 416: "Content-Range", 429: "Retry-After", 503: "Retry-After"}
 AFTER_WORK = (400, 409, 429, 500, 502, 503, 507)
@@ -201,8 +201,8 @@ def file_answers(*content_types: str, headers: tuple[str, ...] = ()) -> Response
     """Return the schemas of answers with a file: whole (200), a range of it (206), or neither."""
     file = {"content": _file_content(*content_types), "headers": header_documents(*FILE_HEADERS, *headers)}
     part = file | {"headers": header_documents(*FILE_HEADERS, *headers, "Content-Range")}
-    unchanged = {"description": "Not changed since the client got it", "headers": header_documents("ETag")}
-    return {200: file | {"description": "The file"}, 206: part | {"description": "A part of it"}, 304: unchanged}
+    unchanged = {"description": "Not modified", "headers": header_documents("ETag")}
+    return {200: file | {"description": "The file"}, 206: part | {"description": "The requested range"}, 304: unchanged}
 
 
 def _file_content(*content_types: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ MAX_COUNT = 10**15 - 1
 RANDOM_SEED = -1
 SECONDS = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 NUL = "\x00"
-BLANK = "it must say something: spaces alone tell the model nothing"
+BLANK = "it must hold more than spaces"
 
 
 def _without_nul(text: str) -> str:
@@ -209,7 +209,7 @@ Prompt = Annotated[
     WithJsonSchema({"type": "string", "maxLength": MAX_PROMPT_CHARS, "minLength": 1}),
 ]
 OptionalPrompt = Annotated[str, StringConstraints(max_length=MAX_PROMPT_CHARS), WITHOUT_NUL]
-"""A prompt that may be empty. A check with the model decides whether it must say something."""
+"""A prompt that may be empty. A check with the model decides whether it must hold more than spaces."""
 Name = Annotated[str, StringConstraints(max_length=512), WITHOUT_NUL]
 Size = Annotated[str, WithJsonSchema({"type": "string", "pattern": f"^({PIXELS}|auto)?$"})]
 """Checked together with the model, whose own sizes make better examples."""

@@ -1,4 +1,4 @@
-"""The model of a request and its adapters: by name or alias, or by the pictures that come along."""
+"""The model of a request and its adapters: by name or alias, or by the input pictures."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Needs:
     num_layers: int | None = None
     """Layers of the result."""
     has_video: bool = False
-    """A clip comes along."""
+    """It has an input clip."""
     num_videos: int = 0
-    """Clips that come along."""
+    """Input clips."""
     keeps_audio: bool = False
     """The sound of clips is kept."""
     has_lora: bool = False
     """It names an adapter, or a recipe, which may have one."""
     has_control: bool = False
-    """A control picture comes along."""
+    """It has a control picture."""
     has_frame_indices: bool = False
     """It places pictures at frames."""
 

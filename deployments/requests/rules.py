@@ -104,7 +104,7 @@ class RequestRules:
     def video_form(self, body: MediaBody, head: VideoHead, pictures: InputPictures = NO_PICTURES) -> VideoForm:
         """Return the form of the clip of ``body``: in the size of the result, at its rate or the model's own.
 
-        Without a given size, the clip decides the result's shape, or the first of ``pictures`` that came along.
+        Without a given size, the clip decides the result's shape, or the first of the input ``pictures``.
         RequestError if they do not suit the model. It is checked before the clip is decoded.
         """
         defaults = self.card.defaults
@@ -152,7 +152,7 @@ class RequestRules:
         video = pictures.video
         num_frames, fps = choose_length(body, defaults, video)
         width, height = choose_size(body, defaults, next(iter(pictures.pictures), pictures.control))
-        if video is not None:  # which has the size that was chosen by the clip that came along
+        if video is not None:  # which has the size that was chosen by the input clip
             width, height = video.width, video.height
         guidance_scale, true_cfg_scale = choose_scales(body, self.card)
         return MediaRequest(
@@ -223,7 +223,7 @@ class ResolvedRequest(Generic[B]):
     body: B
     """The checked body."""
     pictures: InputPictures = NO_PICTURES
-    """Pictures and clip that came along."""
+    """Input pictures and clip."""
 
 
 def _body_field(name: str, body: MediaBody) -> str:
@@ -284,11 +284,11 @@ def check_keep_audio(body: MediaBody, sources: Sources, defaults: Defaults) -> N
     if isinstance(body, VideoBody) and body.keep_audio:
         defaults.check_keep_audio(body.generate_sound)
         if sources.video is None:
-            raise ValueError("keep_audio is true, and no clip came along: send one as video, or leave it out")
+            raise ValueError("keep_audio is true, without an input clip: send one as video, or leave it out")
 
 
 def choose_inputs(body: MediaBody, pictures: InputPictures, defaults: Defaults) -> dict[str, Any]:
-    """Return what comes along with ``body``, and what it says of it, as fields of ``MediaRequest``."""
+    """Return the inputs of ``body`` and their options, as fields of ``MediaRequest``."""
     sounds = tuple(one.sound for one in pictures.videos) if keeps_audio(body) else ()
     inputs = {
         "num_pictures": len(pictures.pictures),
@@ -387,8 +387,8 @@ def check_background(body: MediaBody, request: MediaRequest) -> None:
     if body.background == "opaque" and request.num_layers:
         raise RequestError("background is opaque, but layers are transparent; leave it out", "background")
     if body.ground is not None and not (request.num_pictures or request.has_control):
-        message = f"background is {body.ground}, the colour beneath transparent input pictures, and none came along"
-        raise RequestError(f"{message}; send them, or leave it out", "background")
+        message = f"background is {body.ground}, the colour beneath transparent input pictures, and there are none"
+        raise RequestError(f"{message}; send some, or leave it out", "background")
 
 
 def check_context(card: ModelCard, *, has_lora: bool) -> None:

@@ -1,4 +1,4 @@
-"""Size and length of what a request makes: as its body says, or as the model or what came along has them.
+"""Size and length of a result: those of the body, of the inputs, or of the model.
 
 ``pipelines.defaults.Defaults.checks`` compares them with what the model allows.
 """
@@ -33,7 +33,7 @@ def has_size(body: MediaBody) -> bool:
 
 
 def choose_size(body: MediaBody, defaults: Defaults, first: HasSize | None = None) -> tuple[int, int]:
-    """Return width and height in pixels, from ``size`` or the two numbers, or else from ``first``, which came along."""
+    """Return width and height in pixels, from ``size`` or the two numbers, or else from the input ``first``."""
     sides = (body.width, body.height)
     if has_size(body):
         size = parse_size(str(body.size), defaults)
@@ -97,7 +97,7 @@ def clip_length(seconds: float | None, num_frames: int | None, fps: int | None, 
     ``seconds`` become the nearest number of frames that is 1 + a multiple of ``frame_multiple``.
     """
     if seconds is not None and num_frames is not None:
-        raise RequestError("seconds and num_frames are two ways to say one thing; give one of them", "seconds")
+        raise RequestError("seconds and num_frames exclude each other; give one of them", "seconds")
     rate = fps or defaults.fps
     if seconds is None:
         return defaults.num_frames if num_frames is None else num_frames, rate

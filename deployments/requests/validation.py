@@ -74,7 +74,7 @@ def field_error(errors: Collection[Mapping[str, Any]], fields: Mapping[str, Fiel
     param = printable(path[0]) if path else None
     names = ", ".join(name for name, field in fields.items() if not is_peers(name, field))
     if first["type"] == "extra_forbidden" and fields is ImageBody.model_fields and param in EditBody.model_fields:
-        message = f"{param} is for pictures that come along: send it to POST /v1/images/edits, or leave it out"
+        message = f"{param} is for input pictures: send it to POST /v1/images/edits, or leave it out"
         return RequestError(message, param, code="unknown_field")
     if first["type"] == "extra_forbidden":
         nearest = nearest_name(path[0], fields)

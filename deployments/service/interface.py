@@ -32,7 +32,7 @@ class Output:
     compression: int = 100
     """Quality of JPEG and WebP, 0 to 100 as in OpenAI's API."""
     sound: InputSound | None = None
-    """Sound of the clip that came along, for a result without one of its own."""
+    """Sound of the input clip, for a result without one of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -212,7 +212,7 @@ class Run:
 
     @property
     def _output(self) -> Output:
-        """The form of the file, with the sound of the clip that came along if the request copies it."""
+        """The form of the file, with the sound of the input clip if the request copies it."""
         video = self.pictures.video if self.request.copies_sound else None
         return self.output if video is None else replace(self.output, sound=video.sound)
 

@@ -78,7 +78,7 @@ class EstimateOptions:
         return size if self.num_frames is None else replace(size, num_frames=self.num_frames)
 
     def request(self, defaults: Defaults, **inputs: Any) -> MediaRequest:
-        """Return the request of the options; ``inputs`` are fields of what comes along."""
+        """Return the request of the options; ``inputs`` are fields of input pictures and clips."""
         from pipelines.request import SecondStage
 
         guided = defaults.true_cfg_scale > 1 if self.guided is None else self.guided
@@ -263,7 +263,7 @@ def _input_costs(
     for name, fields in defaults.inputs(options.wanted_size(defaults)):
         try:
             request = options.request(defaults, **fields)
-        except ValueError:  # it does not come along with such a result: a picture at a frame that is not there
+        except ValueError:  # the result cannot have this input: a picture at a frame that is not there
             continue
         work = workload(model, checkpoint.largest_step(request))
         if sum(dict(work.lengths).values()) > sum(dict(step.work.lengths).values()):

@@ -287,7 +287,7 @@ class SentPictures:
     mask: SentMedia[InputPicture] | None = None
     """Mask of a picture."""
     video: SentMedia[InputVideo] | None = None
-    """Clip that came along."""
+    """Input clip."""
     further_videos: tuple[SentMedia[InputVideo], ...] = ()
     """Clips after the first."""
     video_mask: SentMedia[InputVideo] | None = None

@@ -64,7 +64,7 @@ def _shortest(defaults: Defaults) -> Size:
 
 
 def _grey_clip(request: MediaRequest) -> InputVideo:
-    """Return a clip in the form of those that come along with ``request``."""
+    """Return a clip in the form of the input clips of ``request``."""
     data = GREY * (request.width * request.height * 3 * request.num_video_frames)
     num_frames = request.num_video_frames
     return InputVideo(width=request.width, height=request.height, num_frames=num_frames, fps=request.fps, data=data)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engines.core.attention import HeadShare, share_heads
+from engines.core.field_error import FieldError
 from engines.core.layout import TokenLayout
 from engines.core.model import MAX_CAPTURED_BYTES, max_hoisted_bytes
 from engines.core.spec import ParallelSpec
@@ -278,12 +279,13 @@ class MemoryFloor:
         return int(weights + CERTAIN_COPIES * tokens * self.token_bytes / spec.tensor + whole)
 
     def check(self, num_tokens: int, spec: ParallelSpec) -> None:
-        """Raise ``ValueError`` for a step that cannot fit, with the bytes needed and available."""
+        """Raise ``FieldError`` for a step that cannot fit, with the bytes needed and available."""
         needed = self.needed_bytes(num_tokens, spec)
         if needed > self.available_bytes:
             static = self.needed_bytes(0, spec)
-            raise ValueError(
+            raise FieldError(
                 f"a step of {num_tokens} tokens needs {needed / 2**30:.1f} GiB on each rank at least, "
                 f"{static / 2**30:.1f} of them for weights, and a rank has {self.available_bytes / 2**30:.1f} GiB: ask "
-                "for a smaller size or fewer frames, or serve the model with more ranks that share a step"
+                "for a smaller size or fewer frames, or serve the model with more ranks that share a step",
+                "size",
             )

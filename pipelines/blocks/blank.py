@@ -114,7 +114,7 @@ def blank_conditioning(
 def _blank_inputs(
     opened: OpenedPipeline, request: MediaRequest, generator: torch.Generator | None
 ) -> Mapping[str, Any]:
-    """Return what comes along with ``request``, in the shapes of encoded pictures and clips."""
+    """Return the inputs of ``request`` in the shapes of encoded pictures and clips."""
     has_video = request.num_video_frames > 0 or opened.spec.has_video_values
     inputs = dict(opened.spec.blank_video(opened.path, request)) if has_video else {}
     if request.num_pictures or request.has_control:

@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from engines.core.field_error import FieldError
 from pipelines.request import Lora
 
 ADAPTER_FILES = ("pytorch_lora_weights.safetensors", "adapter_model.safetensors")
@@ -16,15 +17,8 @@ MAX_SCALE = 10.0
 NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 
 
-class AdapterError(ValueError):
+class AdapterError(FieldError):
     """A fault of an adapter; ``field`` is where: its ``file``, its ``config``, or the ``part`` that it is named for."""
-
-    def __init__(self, message: str, field: str) -> None:
-        super().__init__(message, field)
-        self.field = field
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -283,7 +283,7 @@ class ModelSpec(ABC):
     def place_pictures(self, path: Path, request: MediaRequest, pictures: InputPictures) -> Mapping[str, Any]:
         """Return pipeline inputs that say where in the clip the pictures are; empty: they are its ``image``.
 
-        A clip that came along may be among these inputs too.
+        An input clip may be among these inputs too.
         """
         return {}
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from engines.core.field_error import FieldError
 from pipelines.vae.layers import (
     Bands,
     apply_attention,
@@ -65,13 +66,14 @@ def release_cached_memory(device: torch.device, limit_bytes: int) -> None:
 
 
 def check_fits(vae: Any, width: int, height: int, available_bytes: int) -> None:
-    """Raise ValueError, with the memory needed, for a picture that exceeds ``available_bytes``."""
+    """Raise FieldError, with the memory needed, for a picture that exceeds ``available_bytes``."""
     needed = least_bytes(vae, width, height)
     if needed > available_bytes:
-        raise ValueError(
+        raise FieldError(
             f"to decode {width}x{height} pixels takes {needed / 2**30:.1f} GiB at least, and the decoder's GPU has "
             f"{available_bytes / 2**30:.1f} GiB: ask for a smaller size, or set decoder.memory_gib, which decodes "
-            "large pictures in strips"
+            "large pictures in strips",
+            "size",
         )
 
 

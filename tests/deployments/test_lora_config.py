@@ -94,7 +94,7 @@ IN_CONTEXT = {"path": "owner/ic-lora"}
 @pytest.mark.parametrize(
     ("served", "lora", "refusal"),
     [
-        ({}, (), "a clip came along; this model takes none"),
+        ({}, (), "this model takes no input clip"),
         ({"loras": [{**IN_CONTEXT, "name": "ic"}]}, ("ic",), None),
         ({"loras": [{**IN_CONTEXT, "name": "ic"}]}, (), "context of an adapter (IC-LoRA), and the request names none"),
         ({"recipes": {"ic": IN_CONTEXT}}, ("ic",), None),

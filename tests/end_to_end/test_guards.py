@@ -68,7 +68,7 @@ def test_the_server_knows_its_names(url: str) -> None:
 @pytest.mark.filterwarnings("ignore:The Sora API:DeprecationWarning")
 def test_pictures_that_are_not_taken(official: openai.OpenAI) -> None:
     small, large = file_of(noise(32, 32)), file_of(noise(512, 512))
-    with pytest.raises(openai.BadRequestError, match="this model takes words alone"):
+    with pytest.raises(openai.BadRequestError, match="this model takes none"):
         official.videos.create(input_reference=small, prompt=PROMPT)
     with pytest.raises(openai.APIStatusError, match="The body is larger than") as caught:
         official.videos.create(input_reference=large, prompt=PROMPT)

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tests.deployments.support.commands import Command, command, config_file, short_folder
+from tests.deployments.support.commands import Command, assert_one_line, command, config_file, short_folder, troupe
 from tests.deployments.support.live import IMAGES, PROMPT, config_of, picture, wait_until
 from tests.end_to_end.conftest import CLIPS, LONG_CLIP, PICTURES
 from tests.support.listening import listening
@@ -75,13 +75,16 @@ def assert_port_is_taken(config: str) -> None:
         assert re.search(r"troupe: .* is taken by another program.*--port", second.output, re.DOTALL), second.output
 
 
-def test_from_start_to_end(models: dict[str, Path]) -> None:
+def test_from_start_to_end(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     served = {name: models[name] for name in (PICTURES, CLIPS)}
     port = own_port("served from start to end")
     url = f"http://127.0.0.1:{port}"
     with short_folder() as folder:
         config = config_file(config_of(served).with_http(port=port), folder)
         with watched(f"{url}/v1/models") as answers, command("serve", config, folder=folder) as serve:
+            wait_until(lambda: answers != [], "the door answers")
+            monkeypatch.setenv("TROUPE_DATA_DIR", str(folder / "data"))
+            assert_one_line(troupe("status"), "The server is starting")
             serve.wait_for("Serving at")
             wait_until(lambda: answers[-1].status_code == 200, "the models are listed")
             assert open_to_others(serve) == []

@@ -23,7 +23,7 @@ def words_alone() -> Defaults:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"num_pictures": 1}, "takes words alone"),
+        ({"num_pictures": 1}, "this model takes none"),
         ({"has_mask": True}, "takes no mask"),
         ({"strength": 0.5}, "takes no strength"),
     ],
@@ -36,8 +36,8 @@ def test_a_model_of_words_takes_nothing_else(words_alone: Defaults, given: dict[
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"num_pictures": 0}, "0 pictures came along; this model takes from 1 to 3"),
-        ({"num_pictures": 4}, "4 pictures came along; this model takes from 1 to 3"),
+        ({"num_pictures": 0}, "0 input pictures were sent; this model takes from 1 to 3"),
+        ({"num_pictures": 4}, "4 input pictures were sent; this model takes from 1 to 3"),
         ({"num_pictures": 1, "strength": 0.0}, "strength is 0.0; it must be above 0"),
         ({"num_pictures": 1, "strength": 1.1}, "strength is 1.1; it must be above 0"),
     ],
@@ -54,8 +54,11 @@ def test_an_editor_takes_what_it_can_use(words_alone: Defaults, given: dict[str,
     [
         ({"num_video_frames": 4}, "video has 4 frames at the clip's rate; this model takes from 5 to 33"),
         ({"num_video_frames": 34}, "video has 34 frames at the clip's rate; this model takes from 5 to 33"),
-        ({"num_video_frames": 5, "num_pictures": 1}, "a clip and a picture came along; this model takes one of them"),
-        ({"num_video_frames": 5, "num_frames": 1}, "a clip came along, and num_frames is 1; make it larger"),
+        (
+            {"num_video_frames": 5, "num_pictures": 1},
+            "this model takes a clip or pictures, not both",
+        ),
+        ({"num_video_frames": 5, "num_frames": 1}, "num_frames is 1, with an input clip; make it larger"),
     ],
 )
 def test_a_model_takes_clips_that_it_can_use(given: dict[str, Any], told: str) -> None:
@@ -68,7 +71,7 @@ def test_a_model_takes_clips_that_it_can_use(given: dict[str, Any], told: str) -
 def test_a_clip_model_s_pictures_take_no_clip() -> None:
     both = replace(CLIP, picture_width=640, picture_height=480, max_video_frames=33, takes_strength=True)
     assert both.capabilities == ("text-to-video", "video-to-video", "text-to-image")
-    with pytest.raises(ValueError, match="a clip came along; this model takes none"):
+    with pytest.raises(ValueError, match="this model takes no input clip"):
         both.check(replace(both.of("image").request(), num_video_frames=5))
     changed = both.request(num_video_frames=5, strength=0.5, num_inference_steps=10)
     assert both.num_steps_of(changed) == 5
@@ -85,7 +88,7 @@ def test_a_model_of_clips_may_make_pictures_as_well() -> None:
     assert (picture.num_inference_steps, picture.true_cfg_scale) == (CLIP.num_inference_steps, CLIP.true_cfg_scale)
     both.check(picture)
     assert both.num_steps_of(replace(picture, num_inference_steps=7)) == 7
-    with pytest.raises(ValueError, match="1 picture came along; this model takes words alone"):
+    with pytest.raises(ValueError, match="1 input picture was sent; this model takes none"):
         both.check(replace(picture, num_pictures=1))
     with pytest.raises(ValueError, match="num_frames is 5; it must be at most 1"):
         both.check(replace(picture, num_frames=5))

@@ -31,7 +31,7 @@ from deployments.http.forms import parse_form
 from deployments.http.lookups import find_file, no_file
 from deployments.http.openapi_text import error_documents, file_answers
 from deployments.http.partial import ranged
-from deployments.requests.bodies import ListQuery
+from deployments.requests.bodies import FilesQuery, ListQuery
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester
 from deployments.requests.validation import field_error
@@ -41,8 +41,6 @@ PURPOSES = ("batch", "user_data")
 """Purposes of an uploaded file: JSON lines of a batch, or a clip that requests name."""
 BATCH_PURPOSES = ("batch", "batch_output")
 JSON_LINES, BYTES = "application/jsonl", "application/octet-stream"
-NUMBERLESS = 2**31 - 1
-"""Above the number of any file."""
 Label = Annotated[str, StringConstraints(max_length=64)]
 Short = Annotated[str, StringConstraints(max_length=512)]
 
@@ -144,14 +142,14 @@ def batch_routes(context: ApiContext) -> APIRouter:
 
     @router.post("/v1/batches", responses=error_documents(400, 401, 403, 404, 408, 413, 415, 503), openapi_extra=ORDER)
     async def create_batch(request: Request, requester: Requester = authorized) -> BatchObject:
-        """Make all requests of a file when there is room for them, within a day."""
+        """Create a batch: all requests of a file are made within a day, when there is room."""
         check_content_type(request, JSON)
         body = read_batch(await request.body())
         file = await store.file(body.input_file_id, context.viewer(requester))
         if file is None:
             raise no_file(body.input_file_id, "input_file_id")
         if file.purpose != "batch":
-            message = f"input_file_id is a file with the purpose {file.purpose}; hand it in with the purpose batch"
+            message = f"input_file_id is a file with the purpose {file.purpose}; upload it with the purpose batch"
             raise RequestError(message, "input_file_id")
         now = int(time.time())
         batch = BatchRecord(
@@ -167,7 +165,7 @@ def batch_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/batches", responses=error_documents(400, 401, 404, 503))
     async def list_batches(query: Annotated[ListQuery, Query()], requester: Requester = authorized) -> BatchList:
-        """Batches, the newest first."""
+        """List batches, the newest first."""
         if query.after is not None:
             await find_batch(context, requester, query.after, "after")
         found = await store.page(context.viewer(requester), query.after, query.limit + 1)
@@ -176,7 +174,7 @@ def batch_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/batches/{batch_id}", responses=error_documents(401, 404, 503))
     async def read_batch_record(batch_id: str, requester: Requester = authorized) -> BatchObject:
-        """One batch: how many of its requests are made, and the files of their answers."""
+        """Return one batch: its status, its counts and the files of its answers."""
         return BatchObject.of(await find_batch(context, requester, batch_id))
 
     @router.post("/v1/batches/{batch_id}/cancel", responses=error_documents(401, 403, 404, 503))
@@ -196,7 +194,7 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
         "/v1/files", responses=error_documents(400, 401, 403, 408, 409, 413, 415, 503, 507), openapi_extra=UPLOAD
     )
     async def create_file(request: Request, requester: Requester = authorized) -> FileObject:
-        """Hand in a file of JSON lines for a batch, or a clip that requests name by the file's id."""
+        """Upload a file of JSON lines for a batch, or a clip that requests name by the file's id."""
         filename, data, purpose = await read_file_form(request)
         file_id, limit = f"file-{uuid4().hex}", context.settings.max_stored_bytes
         await _check_place(context, requester, len(data))
@@ -212,12 +210,13 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
         return FileObject.of(file)
 
     @router.get("/v1/files", responses=error_documents(400, 401, 404, 503))
-    async def list_files(query: Annotated[ListQuery, Query()], requester: Requester = authorized) -> FileList:
-        """Files that were handed in and those of batches, the newest first."""
-        viewer, number = context.viewer(requester), NUMBERLESS
+    async def list_files(query: Annotated[FilesQuery, Query()], requester: Requester = authorized) -> FileList:
+        """List uploaded files and those of batches, the newest first unless order is asc."""
+        viewer, number = context.viewer(requester), None
         if query.after is not None:
             number = (await find_file(context, requester, query.after, "after")).number
-        found = await store.files(viewer, number, query.limit + 1)
+        is_rising = query.order == "asc"
+        found = await store.files(viewer, number, query.limit + 1, is_rising=is_rising, purpose=query.purpose)
         data = [FileObject.of(file) for file in found[: query.limit]]
         return FileList(data=data, **page_ends(data), has_more=len(found) > query.limit)
 
@@ -283,7 +282,7 @@ def read_batch(raw: bytes) -> BatchBody:
     try:
         return BatchBody.model_validate_json(raw)
     except ValidationError as error:
-        raise field_error(error.errors(), {}) from None
+        raise field_error(error.errors(), BatchBody.model_fields) from None
 
 
 async def read_file_form(request: Request) -> tuple[str, bytes, str]:
@@ -328,11 +327,13 @@ class InnerRequests:
 
         transport = httpx.ASGITransport(as_key, raise_app_exceptions=False)
         async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=None) as client:
-            headers = {"Idempotency-Key": idempotency_key}
-            answer = await client.post(path, json=body, headers=headers)
+            request_id = f"req_{uuid4().hex}"  # behind Ray's proxy, answers have none
+            client.headers["X-Request-Id"] = request_id
+            answer = await client.post(path, json=body, headers={"Idempotency-Key": idempotency_key})
             if path == "/v1/videos" and answer.is_success:
                 clip = f"{path}/{answer.json()['id']}"
                 while answer.is_success and answer.json()["status"] in ("queued", "in_progress"):
                     await asyncio.sleep(self._poll_s)
                     answer = await client.get(clip)
+            answer.headers["X-Request-Id"] = request_id
             return answer.status_code, answer.headers, json.loads(answer.content)

@@ -28,7 +28,7 @@ def health_routes(context: ApiContext) -> APIRouter:
         responses={503: {"model": Health, "description": "Not every model is ready; the reasons"}},
     )
     async def read_health() -> JSONResponse:
-        """200 if every model can take requests, else 503 with the reasons."""
+        """Return 200 if every model takes requests, else 503 with the reasons."""
         reasons = await context.service.not_ready(HEALTH_MAX_AGE_S)
         models = dict.fromkeys(context.service.cards(), "ready") | dict(reasons)
         ready = bool(models) and not reasons
@@ -73,7 +73,7 @@ def model_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/models/{model:path}", responses=error_documents(401, 404, 503))
     async def read_model(model: str, requester: Requester = authorized) -> Model:
-        """One model, by its name or an alias: its kind, defaults, limits, and prompts to begin with."""
+        """Return one model by its name or alias: its kind, defaults, limits and example prompts."""
         if not model.strip("/"):
             raise HTTPException(404)
         await context.service.look()

@@ -44,7 +44,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     async def generate_images(
         request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
     ) -> Response:
-        """Draw pictures. With ``stream``, the answer is server-sent events instead of one JSON object."""
+        """Make pictures from a prompt. With ``stream``, the answer is server-sent events instead of a JSON object."""
         body = await read_json(request, ImageBody)
         resolved = await context.resolved(body, "image", requester)
         return await draw(context, request, requester, resolved, idempotency_key)
@@ -57,7 +57,7 @@ def image_routes(context: ApiContext) -> APIRouter:
     async def edit_images(
         request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
     ) -> Response:
-        """Change pictures that come along, or draw after them. Models say in their defaults what they take."""
+        """Make pictures from input pictures and a prompt. The model's defaults say which inputs it takes."""
         resolved = await read_upload(context, request, requester, EditBody, "image")
         if not resolved.pictures.pictures and resolved.pictures.control is None:
             message = "image is required: the picture to change; or control_image, of models that follow one"
@@ -70,7 +70,7 @@ def image_routes(context: ApiContext) -> APIRouter:
         responses=file_answers("image/png", "image/jpeg", "image/webp") | error_documents(401, 404, 416, 503),
     )
     async def read_file(name: str, request: Request, requester: Requester = recognized) -> Response:
-        """Return a picture made with ``response_format=url``, whose name is the secret; or a file of a batch."""
+        """Return a picture made with ``response_format=url``, or the record of a file of ``POST /v1/files``."""
         if FILE_ID.fullmatch(name):
             requester = await context.authorize(request, await BEARER(request))
             return JSONResponse(FileObject.of(await find_file(context, requester, name)).model_dump())

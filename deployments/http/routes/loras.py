@@ -56,35 +56,33 @@ class LoraBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    model: str = Field(description="The model that it is for.")
+    model: str = Field(description="Model that the adapter is for.")
     name: Annotated[str, StringConstraints(max_length=128), AfterValidator(_name)] = Field(
-        description="Requests name it so, in lora or behind the model's name."
+        description="Name for requests, in lora or behind the model's name."
     )
-    scale: float = Field(
-        1.0, ge=-MAX_SCALE, le=MAX_SCALE, allow_inf_nan=False, description="Scale of requests that give none."
-    )
+    scale: float = Field(1.0, ge=-MAX_SCALE, le=MAX_SCALE, allow_inf_nan=False, description="Default scale.")
     part: Annotated[str, StringConstraints(max_length=128, pattern=PART)] = Field(
-        "", description="The transformer that it is for. Layers of other parts are then left out."
+        "", description="Transformer that the adapter is for. Layers of other parts are ignored."
     )
-    shared: bool = Field(False, description="Whether all keys may use it, or only the one that adds it.")
+    shared: bool = Field(False, description="true: all keys may use it; false: only the key that adds it.")
     path: str | None = Field(
-        None, description="In JSON, in place of a form's file: a file or folder in api.lora_folders, which is copied."
+        None, description="In JSON, instead of the form's file: a file or folder in api.lora_folders, which is copied."
     )
 
 
 class LoraObject(BaseModel):
-    """An adapter that a client has added."""
+    """An adapter that a client added."""
 
     id: str
     object: Literal["lora"] = "lora"
     model: str
     name: str
-    scale: float = Field(description="Scale of requests that give none.")
-    part: str = Field(description="The transformer that it is for; empty: the first.")
+    scale: float = Field(description="Default scale.")
+    part: str = Field(description="Transformer that it is for; empty: the first.")
     bytes: int
-    status: LoraStatus = Field(description="loading until all gangs of the model have it.")
+    status: LoraStatus = Field(description="loading, until all gangs of the model have it, then ready.")
     shared: bool = Field(description="Whether all keys may use it.")
-    is_own: bool = Field(description="Whether the key of the request has added it, and may delete it.")
+    is_own: bool = Field(description="Whether this key may delete it.")
     created_at: int
 
     @classmethod
@@ -114,7 +112,7 @@ def lora_routes(context: ApiContext) -> APIRouter:
         openapi_extra=ORDER,
     )
     async def add_lora(request: Request, requester: Requester = authorized) -> LoraObject:
-        """Add an adapter to a model. The answer comes when all gangs of the model have it."""
+        """Add an adapter to a model. The answer is sent once all gangs of the model have loaded it."""
         with context.admission.memory.taken() as take, ExitStack() as opened:
             receive = counting(request.receive, take, context.settings.max_body_bytes)
             body, files = await read_lora_form(Request(request.scope, receive), context, opened)
@@ -123,19 +121,19 @@ def lora_routes(context: ApiContext) -> APIRouter:
 
     @router.get(LORAS, responses=error_documents(401, 503))
     async def list_loras(requester: Requester = authorized) -> LoraList:
-        """List the adapters that clients have added and the key may use, in the order of their arrival."""
+        """List the added adapters that the key may use, the oldest first."""
         records = await context.loras.visible(context.viewer(requester))
         records.sort(key=lambda record: record.created_at_s)
         return LoraList(data=[LoraObject.of(record, context, requester) for record in records])
 
     @router.get("/v1/loras/{lora_id}", responses=error_documents(401, 404, 503))
     async def read_lora(lora_id: str, requester: Requester = authorized) -> LoraObject:
-        """One adapter that a client has added."""
+        """Return one added adapter."""
         return LoraObject.of(await find_lora(context, requester, lora_id), context, requester)
 
     @router.delete("/v1/loras/{lora_id}", status_code=204, responses=error_documents(401, 403, 404, 503))
     async def delete_lora(lora_id: str, requester: Requester = authorized) -> Response:
-        """Delete an adapter. Requests that name it already are finished with it."""
+        """Delete an adapter. Requests that were accepted before still use it."""
         record = await find_lora(context, requester, lora_id)
         if not may_delete(record, context, requester):
             added = f"The adapter {shown(lora_id)} was added with another key, or without one"

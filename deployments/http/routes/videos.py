@@ -81,7 +81,7 @@ def video_routes(context: ApiContext) -> APIRouter:
     async def create_video_sync(
         request: Request, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
     ) -> Response:
-        """Make a clip and answer with its MP4, once it is there. Closing the connection deletes it; beyond OpenAI."""
+        """Make a clip and return its MP4. Closing the connection deletes the clip. Beyond OpenAI."""
         clip = await submit_clip(context, request, requester, idempotency_key, is_awaited=True)
         try:
             end = await until_disconnect(request.receive, wait_for_end(context, requester, clip.id))
@@ -99,7 +99,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/videos", responses=error_documents(400, 401, 404, 503))
     async def list_videos(query: Annotated[PageQuery, Query()], requester: Requester = authorized) -> VideoPage:
-        """Clips, the newest first unless order is asc."""
+        """List clips, the newest first unless order is asc."""
         last = None if query.after is None else await find_clip(context, requester, query.after, "after")
         key_hash, ascending = context.viewer(requester), query.order == "asc"
         page = await context.clips.page(after=last, limit=query.limit, ascending=ascending, key_hash=key_hash)
@@ -107,13 +107,13 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/videos/{video_id}", responses=video_answers() | error_documents(401, 404, 503))
     async def read_video(video_id: str, response: Response, requester: Requester = authorized) -> Video:
-        """One clip: where it is in the queue or in its steps, or why it failed."""
+        """Return one clip: its status, its progress, or why it failed."""
         clip = await find_clip(context, requester, video_id)
         return video_answer(clip, response)
 
     @router.delete("/v1/videos/{video_id}", responses=error_documents(401, 403, 404, 503))
     async def delete_video(video_id: str, requester: Requester = authorized) -> VideoDeleted:
-        """Stop the clip if it is still being made, and delete its record and files."""
+        """Delete a clip with its files; stop it if it is still being made."""
         await find_clip(context, requester, video_id)
         if not await context.clips.delete(video_id):
             raise no_video(video_id, "video_id")
@@ -145,7 +145,7 @@ def video_routes(context: ApiContext) -> APIRouter:
 
     @router.get("/v1/videos/{video_id}/events", responses=stream_answers() | error_documents(401, 404, 429, 503))
     async def read_events(video_id: str, request: Request, requester: Requester = authorized) -> Response:
-        """Server-sent events while the clip is made, from now to its end; beyond OpenAI."""
+        """Stream events of a clip until it ends. Beyond OpenAI."""
         clip = await find_clip(context, requester, video_id)
         if is_head(request):
             return EventSourceResponse((), headers=STREAM_HEADERS)
@@ -166,7 +166,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
     async def edit_video(
         request: Request, response: Response, requester: Requester = authorized, idempotency_key: IdempotencyKey = None
     ) -> Video:
-        """Queue a clip that is made of the one in the field video."""
+        """Queue a clip that is made from the input clip ``video``."""
         clip = await submit_clip(context, request, requester, idempotency_key, adapt=with_video)
         return video_answer(clip, response)
 
@@ -178,7 +178,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
         requester: Requester = authorized,
         idempotency_key: IdempotencyKey = None,
     ) -> Video:
-        """Queue a clip that is made of the completed clip in the path: by its model, if that takes clips."""
+        """Queue a clip that is made from the completed clip in the path, by the same model if that takes clips."""
         source = await find_clip(context, requester, video_id)
         adapt = partial(as_remix, source=source, cards=context.service.cards())
         clip = await submit_clip(context, request, requester, idempotency_key, adapt=adapt)
@@ -186,7 +186,7 @@ def _add_remix_routes(router: APIRouter, context: ApiContext) -> None:
 
 
 def with_video(body: VideoBody) -> VideoBody:
-    """Return ``body``. RequestError if no clip came along."""
+    """Return ``body``. RequestError without an input clip."""
     if not body.sources.videos:
         raise RequestError("video is required: the clip to change", "video", code="missing_field")
     return body
@@ -195,11 +195,11 @@ def with_video(body: VideoBody) -> VideoBody:
 def as_remix(body: VideoBody, source: ClipRecord, cards: Mapping[str, ModelCard]) -> VideoBody:
     """Return ``body`` with the clip ``source``, for its model unless another is named or it takes no clip as asked.
 
-    RequestError if a clip or a picture came along as well.
+    RequestError if it has an input clip or picture as well.
     """
     for name in ("video", "reference_video", "input_reference"):
         if getattr(body, name) is not None:
-            raise RequestError(f"{name} came along, but the path names the clip to change; leave it out", name)
+            raise RequestError(f"{name} has no effect here: the path names the input clip; leave it out", name)
     model = source.request.model
     limits = cards[model].defaults if model in cards else None
     has_lora = bool(body.lora or body.recipe)

@@ -32,7 +32,7 @@ class Sources:
     mask: Source | None = None
     """White where to paint the picture."""
     video: Source | None = None
-    """Clip that comes along."""
+    """Input clip."""
     further_videos: tuple[Source, ...] = ()
     """Clips after the first, in the client's order."""
     video_mask: Source | None = None
@@ -52,7 +52,7 @@ class Sources:
     def check_video_mask(self) -> None:
         """Raise ValueError for a mask of a clip without one."""
         if self.video_mask is not None and self.video is None:
-            raise ValueError("a mask of a clip came along, and no clip: send it as video, or leave the mask out")
+            raise ValueError("mask is that of an input clip, and there is none: send one as video, or leave mask out")
 
     @property
     def all(self) -> tuple[tuple[str, Source], ...]:

@@ -47,7 +47,7 @@ def unpack(sources: Sources, limits: PictureLimits, form_of: FormBeside | None =
     """
     num_pictures = len(sources.pictures)
     if num_pictures > limits.max_input_pictures:
-        message = f"{num_pictures} pictures came along; the limit is {limits.max_input_pictures}"
+        message = f"{num_pictures} input pictures were sent; the limit is {limits.max_input_pictures}"
         raise RequestError(message, sources.param)
     pictures = _pictures(sources, limits)
     if sources.video is None:

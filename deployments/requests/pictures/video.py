@@ -81,7 +81,7 @@ class VideoForm:
 
 FormOf = Callable[[VideoHead], VideoForm]
 FormBeside = Callable[[VideoHead, InputPictures], VideoForm]
-"""Chooses the form of a clip by its head, and by the pictures that came along with it."""
+"""Chooses the form of a clip by its head, and by the input pictures beside it."""
 
 
 def is_clip(data: bytes) -> bool:

@@ -1,5 +1,5 @@
 "use strict";
-// Pictures and clips that come along: chosen, dropped, or made here before.
+// Pictures and input clips: chosen, dropped, or made here before.
 
 const DROPPED = ["image", "video", "control_image"];
 const PICTURES = "image/png,image/jpeg,image/webp";
@@ -7,7 +7,7 @@ const CLIPS = "video/mp4,video/quicktime,video/webm,image/gif";
 const PICTURE = { format: "PNG, JPEG or WebP picture", one: "picture" };
 const CLIP = { format: "MP4, MOV, WebM or GIF clip", one: "clip" };
 
-// A clip of this server that is to come along: its record.
+// The record of a clip of this server that is the input.
 let source = null;
 
 const chosen = (field) => (field.disabled ? [] : [...(field.files ?? [])]);

@@ -43,7 +43,7 @@ function showKind(kind) {
   }
 }
 
-// What may come along. Control pictures are for pictures alone.
+// Possible inputs. Control pictures are for pictures alone.
 function showInputs({ kind, defaults: d }) {
   const pictures = { disabled: !d.max_pictures, required: d.min_pictures > 0, multiple: d.max_pictures > 1 };
   Object.assign(fields.image, pictures);
@@ -138,7 +138,7 @@ function showRecipe() {
   }
 }
 
-// A clip that comes along says what the result is like, unless the form does.
+// An input clip says what the result is like, unless the form does.
 function showShape() {
   const { defaults: d } = chosenModel();
   const hasClip = chosenClip() !== null;

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from engines.core.field_error import FieldError
 from engines.gang.arbiter import Demand
 from engines.gang.autoscaling import GangReport
 from engines.gang.errors import DEADLINE, TooLateError
@@ -66,7 +67,7 @@ class JobAdmission:
     def admit(self, job: Job) -> float | None:
         """Return the predicted seconds until ``job`` is done; None if that would be a guess.
 
-        ``TooLateError`` if it would miss its deadline or wait too long; ``ValueError`` for a deadline that it could not
+        ``TooLateError`` if it would miss its deadline or wait too long; ``FieldError`` for a deadline that it could not
         meet even alone.
         """
         is_predictable = self._scheduler.prediction.knows(job)
@@ -232,11 +233,12 @@ class Arrivals:
 
 
 def _check_alone(job: Job, lone_s: float) -> None:
-    """Raise ``ValueError`` for a deadline that the job could not meet alone."""
+    """Raise ``FieldError`` for a deadline that the job could not meet alone."""
     alone_s = lone_s + job.decode_s
     if job.deadline_s is not None and alone_s > job.deadline_s:
         work = "the steps and decoding" if job.decode_s else "the steps"
-        raise ValueError(
+        raise FieldError(
             f"deadline_s is {job.deadline_s:.3g}, and {work} alone take {alone_s:.3g} s: allow more time, or "
-            "ask for fewer steps or a smaller size"
+            "ask for fewer steps or a smaller size",
+            DEADLINE,
         )

@@ -37,7 +37,7 @@ class NoiseOnCpu(HeliosAddNoiseToImageLatentsStep):  # type: ignore[misc]  # dif
 
 
 class ClipNoiseOnCpu(HeliosAddNoiseToVideoLatentsStep):  # type: ignore[misc]  # diffusers has no types
-    """``NoiseOnCpu`` for a clip that comes along."""
+    """``NoiseOnCpu`` for an input clip."""
 
     def __call__(self, components: Any, state: PipelineState) -> tuple[Any, PipelineState]:
         _call_on_cpu(super().__call__, NOISY_CLIP, components, state)

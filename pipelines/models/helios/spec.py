@@ -1,6 +1,6 @@
 """Helios: long clips in chunks of frames, each denoised with the ones before it as history.
 
-A picture, or the last whole chunks of a clip that comes along, is the history of the first chunk.
+A picture, or the last whole chunks of an input clip, is the history of the first chunk.
 
 Tokens of the history come before the chunk's and are a stream of their own: only the chunk attends to the prompt. Two
 of the three published models begin each chunk small and double its sides twice.

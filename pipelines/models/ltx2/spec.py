@@ -178,7 +178,7 @@ class LTX2Spec(SeveralOutputsSpec, LTXSpec):
     def place_pictures(self, path: Path, request: MediaRequest, pictures: InputPictures) -> Mapping[str, Any]:
         """Return conditions at places in the clip; one picture that begins it is image-to-video's.
 
-        A clip that came along is the context of an in-context adapter, beside conditions at any place.
+        An input clip is the context of an in-context adapter, beside conditions at any place.
         """
         places = self.defaults(path).keyframes(request) if pictures.pictures else ()
         context = {} if pictures.video is None else {CONTEXT: _context(pictures.video.frames())}

@@ -57,7 +57,7 @@ class ReferenceSizes:
     """Sizes of a request's encoded references. Pictures are taken to have the shape of the result."""
 
     request: MediaRequest
-    """Says how many pictures and frames came along, but not the shape of pictures."""
+    """Says how many input pictures and frames there are, but not the shape of pictures."""
     vae: Config
     """The auto-encoder's configuration."""
     audio_vae: Config

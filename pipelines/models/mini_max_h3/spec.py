@@ -36,7 +36,7 @@ MIN_REFERENCE_FRAMES = 13
 MAX_ASPECT = 4.0
 """Longest side of a reference, in times the other."""
 RATE = 24
-"""Frames a second of the model, and of a clip that came along, whatever the rate of the result."""
+"""Frames a second of the model, and of an input clip, whatever the rate of the result."""
 SOUND_RATE = 32_000
 """Samples a second that the sound's auto-encoder takes, unless its configuration says it."""
 TOKENS = "tokens"
@@ -128,7 +128,7 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
         return () if takes_references(path) else (REFERENCES,)
 
     def pipeline_inputs(self, path: Path, request: MediaRequest) -> Mapping[str, Any]:
-        """Return one step more, as diffusers counts the end, and marks for what came along, which ranks need."""
+        """Return one step more, as diffusers counts the end, and marks for the inputs, which ranks need."""
         names = ("references",) if takes_references(path) else ("image", "last_image")[: request.num_pictures]
         return {"num_inference_steps": request.num_inference_steps + 1, **dict.fromkeys(names, "shown")}
 

@@ -90,7 +90,7 @@ class WanVaceSpec(WanSpec):
         }
 
     def place_pictures(self, path: Path, request: MediaRequest, pictures: InputPictures) -> Mapping[str, Any]:
-        """Return what came along, by the names of the blocks' inputs; pictures as they came."""
+        """Return the inputs by the names of the blocks' inputs; pictures unchanged."""
         placed: dict[str, Any] = {}
         if pictures.pictures:
             placed["reference_images"] = [picture.on_white() for picture in pictures.pictures]

@@ -288,7 +288,7 @@ def test_who_leaves_deletes_the_clip() -> None:
         (("--lora", "ink:much"), "--lora ink:much: 'much' is no number; write NAME:SCALE"),
         (("--lora", "ink"), "its adapters: none"),
         (("--strength", "0.5"), "--strength is for input pictures: add --image FILE"),
-        (("--model", "fake-pictures", "--image", __file__), "this model takes words alone"),
+        (("--model", "fake-pictures", "--image", __file__), "this model takes none"),
     ],
     ids=["no file", "no number", "no adapter", "no picture", "words alone"],
 )

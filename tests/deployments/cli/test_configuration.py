@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import NoReturn
 
@@ -15,7 +16,7 @@ from deployments.cli.configuration import config_for, to_yaml
 from deployments.cli.preflight import warnings
 from deployments.cli.serving import load_config, parse_config
 from deployments.config import ServeConfig
-from pipelines.loading import PUBLISHED, SHIPPED, ModelSource, hub_id_of, published_models
+from pipelines.loading import HUB_IDS, PUBLISHED, SHIPPED, ModelSource, hub_id_of, published_models
 from tests.deployments.support.commands import assert_one_line, config_file, troupe
 
 FLUX, KLEIN, WAN = "FLUX.1-dev", "FLUX.2-klein-4B", "Wan2.1-T2V-14B"
@@ -45,6 +46,15 @@ def test_printed_it_is_read_as_the_same(name: str, monkeypatch: pytest.MonkeyPat
     assert parse_config(yaml.safe_load(printed)) == made
     assert yaml.safe_load(printed)["applications"][0]["args"]["models"][0]["denoiser"]["num_ranks"] == 2
     assert not list(warnings(made))
+
+
+@pytest.mark.parametrize("num_gpus", [0, 2])
+def test_has_the_whole_path_of_a_folder(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A printed configuration may be served from another working directory."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
+    monkeypatch.chdir(SHIPPED.parent)
+    (model,) = config_for(f"{SHIPPED.name}/flux-shapes").app.models
+    assert (model.name, model.path) == ("flux-shapes", str(SHIPPED / "flux-shapes"))
 
 
 @pytest.mark.usefixtures("gpus")
@@ -117,13 +127,14 @@ def test_a_config_is_a_config_still(tmp_path: Path) -> None:
 
 
 def test_hub_ids_are_of_published_models() -> None:
+    known = json.loads(HUB_IDS.read_text())
     for name in published_models():
-        try:
-            hub_id = hub_id_of(name)
-        except ValueError:
-            continue  # the address is unknown and must be given
-        validate_repo_id(hub_id)
-        assert hub_id.split("/")[1].lower().removesuffix("-diffusers") == name.lower()
+        if name in known:
+            validate_repo_id(hub_id := hub_id_of(name))
+            assert hub_id.split("/")[1].lower().removesuffix("-diffusers") == name.lower()
+        else:
+            with pytest.raises(ValueError, match=f"{name} is known by its configuration alone: give its hub id"):
+                hub_id_of(name)
 
 
 def test_warns_of_stages_on_cpu_cores_beside_ranks_with_gpus() -> None:
@@ -138,7 +149,7 @@ def test_warns_of_stages_on_cpu_cores_beside_ranks_with_gpus() -> None:
 
 
 def test_serve_and_doctor_print_the_warnings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def stop(config: ServeConfig) -> NoReturn:
+    def stop(config: ServeConfig, on_open: object) -> NoReturn:
         raise ValueError("the start")
 
     monkeypatch.setattr(progress, "started", stop)

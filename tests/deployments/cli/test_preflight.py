@@ -65,7 +65,7 @@ FAULTS: dict[str, tuple[Callable[[], ServeConfig], str]] = {
     ),
     "more GPUs than there are": (
         lambda: with_model(denoiser={"num_ranks": 2, "gpus_per_rank": 0.8}),
-        "asks for 2 GPUs and this machine has 1",
+        "asks for 2 GPUs and this machine has 1: take a shipped one that fits (gpu1, laptop)",
     ),
 }
 

@@ -124,7 +124,7 @@ async def test_health_says_that_the_data_folder_refuses(client: httpx.AsyncClien
 async def test_bad_forms(client: httpx.AsyncClient) -> None:
     refused: list[tuple[list[tuple[str, Any]], str]] = [
         ([("prompt", ("p.txt", b"a"))], "is a file"),
-        ([("prompt", (None, "a")), ("input_reference", ("i.png", b"..."))], "this model takes words alone"),
+        ([("prompt", (None, "a")), ("input_reference", ("i.png", b"..."))], "this model takes none"),
         ([("prompt", (None, "a")), ("reference", ("i.png", b"..."))], "Unknown field 'reference'"),
     ]
     for files, message in refused:
@@ -149,6 +149,8 @@ async def test_unknown_model_route_method_and_content_type(client: httpx.AsyncCl
         IMAGES, content="prompt=a", headers={"Content-Type": "application/x-www-form-urlencoded"}
     )
     assert "application/json" in error_of(answer, 415)["message"]
+    unknown = error_of(await client.get("/v1/videos", params={"ordre": "asc"}), 400)
+    assert unknown["message"] == "Unknown field 'ordre': did you mean order? Known fields: after, limit, order"
     for params in ({"limit": 0}, {"limit": 101}, {"limit": "9" * 5000}, {"order": "up"}, {"page": 2}):
         assert error_of(await client.get("/v1/videos", params=params), 400)["param"] == next(iter(params))
     for after in ("video_1", f"video_{'0' * 32}", "\x00"):

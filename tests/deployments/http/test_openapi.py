@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from tests.deployments.http.conftest import build
 from tests.deployments.support.fake_service import FakeService
@@ -22,6 +23,12 @@ def test_document_is_complete() -> None:
     text = str(DOCUMENT)
     for name in DOCUMENT["components"]["schemas"]:
         assert f"#/components/schemas/{name}'" in text, name
+
+
+@pytest.mark.parametrize("name", ["ImageBody", "EditBody", "VideoBody", "Defaults", "SolverLimits", "StageTimes"])
+def test_fields_are_described(name: str) -> None:
+    fields = DOCUMENT["components"]["schemas"][name]["properties"]
+    assert [field for field, schema in fields.items() if not schema.get("description")] == []
 
 
 def operations() -> list[dict[str, Any]]:

@@ -66,7 +66,7 @@ async def test_a_picture_at_a_frame(client: httpx.AsyncClient, service: FakeServ
     ("fields", "message"),
     [
         ({"frame_indices": [17]}, "frame_indices has 17; it must be from 0 to 16, or from -17 to -1"),
-        ({"frame_indices": [0, 1]}, "frame_indices has 2 numbers, and 1 picture came along"),
+        ({"frame_indices": [0, 1]}, "frame_indices has 2 numbers for 1 input picture"),
         ({"frame_indices": "first"}, "it must be a list of 1 to 64 whole numbers"),
         ({"frame_indices": []}, "it must be a list of 1 to 64 whole numbers"),
         ({"frame_indices": [0.5]}, "it must be a list of 1 to 64 whole numbers"),
@@ -86,8 +86,8 @@ async def test_a_picture_at_a_frame_that_cannot_be(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": "fake-clips", "input_reference": URL}, "1 picture came along; this model takes words alone"),
-        ({"input_reference": [URL, URL]}, "2 pictures came along; this model takes"),
+        ({"model": "fake-clips", "input_reference": URL}, "1 input picture was sent; this model takes none"),
+        ({"input_reference": [URL, URL]}, "2 input pictures were sent; this model takes"),
         ({"input_reference": {"file_id": "x"}}, "it must be a picture"),
     ],
     ids=["words alone", "two", "an uploaded file"],

@@ -121,8 +121,8 @@ def test_a_mask_comes_along() -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"model": "fake-pictures", "image": FILE}, "image", "1 picture came along; this model takes words alone"),
-        ({"model": "fake-edits"}, "image", "0 pictures came along; this model takes from 1 to 3"),
+        ({"model": "fake-pictures", "image": FILE}, "image", "1 input picture was sent; this model takes none"),
+        ({"model": "fake-edits"}, "image", "0 input pictures were sent; this model takes from 1 to 3"),
         ({"model": "fake-edits", "image": FILE[:500]}, "image", "image is broken"),
         ({"model": "fake-edits", "image": bytes(3001)}, "image", "a picture may have 3000 at most"),
         ({"model": "fake-begun-clips", "image": FILE}, "image", "Unknown field 'image'"),

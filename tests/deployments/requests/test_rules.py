@@ -56,10 +56,10 @@ def test_a_picture_or_a_clip_is_enough_for_a_model_of_references(fields: dict[st
 
 
 def test_words_alone_are_not() -> None:
-    with pytest.raises(RequestError, match="no reference came along: send pictures as input_reference") as refused:
+    with pytest.raises(RequestError, match="this model needs a reference: send pictures as input_reference") as refused:
         REFERRED.check_sources(VideoBody(prompt="a"))
     assert refused.value.param == "input_reference"
-    with pytest.raises(ValueError, match="no reference came along: send pictures as input_reference"):
+    with pytest.raises(ValueError, match="this model needs a reference: send pictures as input_reference"):
         REFERRED_CLIPS.request(num_pictures=0)
     assert REFERRED_CLIPS.request().num_pictures == 1
 

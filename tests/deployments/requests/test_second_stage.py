@@ -126,7 +126,7 @@ def test_what_cannot_be_is_refused(fields: dict[str, Any], param: str, told: str
 
 def test_a_clip_that_comes_along_has_one_pass(card: ModelCard) -> None:
     request = replace(asked(card, recipe="two-stages"), num_video_frames=25)
-    with pytest.raises(ValueError, match="a clip came along, for which there is one pass"):
+    with pytest.raises(ValueError, match="not for requests with an input clip"):
         card.defaults.check(request)
 
 

@@ -57,7 +57,7 @@ def test_settings_reach_the_request(
 
 REFUSED: list[tuple[SolverLimits, dict[str, Any], str, str]] = [
     (FLUX, {"scheduler": "ddim"}, "scheduler", "scheduler is 'ddim'; it must be one of euler, unipc"),
-    (SolverLimits(), {"scheduler": "euler"}, "scheduler", "this model has its own"),
+    (SolverLimits(), {"scheduler": "euler"}, "scheduler", "this model's is fixed"),
     (SolverLimits(), {"flow_shift": 2}, "flow_shift", "this model's schedule has none"),
     (SDXL, {"flow_shift": 2}, "flow_shift", "this model's schedule has none"),
     (FLUX, {"flow_shift": 0}, "flow_shift", "it must be above 0 and at most 1000"),

@@ -43,7 +43,7 @@ def gguf_file(base: Path, folder: Path) -> tuple[str, Tensors]:
 
 
 def gguf_folder(base: Path, folder: Path) -> tuple[str, Tensors]:
-    """In the place of the part's own file."""
+    """Return the name of a copy of ``base`` with a GGUF transformer, and its values."""
     shutil.copytree(base, folder)
     (own,) = (folder / part_of(base)).glob("*.safetensors")
     own.unlink()
@@ -51,7 +51,7 @@ def gguf_folder(base: Path, folder: Path) -> tuple[str, Tensors]:
 
 
 def write_gguf(base: Path, file: Path) -> Tensors:
-    """Return what the file stands for, by diffusers."""
+    """Write the file and return its values as diffusers reads them."""
     writer, stored = gguf.GGUFWriter(file, "any"), Tensors()
     for name, weight in tensors_of(base).items():
         values = np.ascontiguousarray(weight.float().numpy())
@@ -79,9 +79,9 @@ IN_FOLDERS = {"scaled folder": scaled_folder, "gguf folder": gguf_folder}
 IN_FILES = {"scaled file": scaled_file, "gguf file": gguf_file}
 FORMS: dict[str, Callable[[Path, Path], tuple[str, Tensors]]] = {**IN_FOLDERS, **IN_FILES}
 OF_TWO = ("wan 2.2",)
-"""It has two transformers, each in its folder."""
+"""Models with two transformers, each in its folder."""
 OWN_NAMES_ALONE = ("hunyuan video 1.5", "helios", "helios pyramid", "cosmos 3", "cosmos 3 with sound", "ideogram 4")
-"""Diffusers translates no other names of their classes."""
+"""Families whose class diffusers reads in its own names alone."""
 READABLE = [
     (name, form) for form in FORMS for name in CASES if form in IN_FOLDERS or name not in (*OF_TWO, *OWN_NAMES_ALONE)
 ]

@@ -1,4 +1,4 @@
-"""A transformer in a GGUF file computes what diffusers' own quantiser does with the same file."""
+"""A transformer from a GGUF file equals diffusers' own quantiser with the same file."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.pipelines.support.device_jobs import HALF_TOLERANCE, Job, Latents, ch
 from tests.pipelines.support.references.own_call import own_state
 
 BLOCK = 32
-"""Values that share a scale: rows of other lengths stay in float32, as files of ComfyUI have them."""
+"""Values per scale; rows whose length is no multiple stay in float32, as in ComfyUI's files."""
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def test_a_tensor_has_the_shape_that_the_file_says(base: Path, tmp_path: Path) -
 
 
 def job_of(base: Path, file: Path) -> Job:
-    """Return a job to compare with diffusers' blocks, which have its own quantiser's transformer."""
+    """Return a job to compare with diffusers' blocks and its own quantiser's transformer."""
 
     def own(request: MediaRequest) -> Latents:
         state = own_state(
@@ -181,7 +181,7 @@ def test_a_missing_package_is_named_before_anything_starts(base: Path, tmp_path:
 
 
 def in_folders(base: Path, folder: Path) -> Path:
-    """The model of ``base``, its transformer and its text encoder in a GGUF file each."""
+    """Write the model of ``base`` with transformer and text encoder in a GGUF file each."""
     shutil.copytree(base, folder)
     kind = gguf.GGMLQuantizationType.Q8_0
     write(base, folder / "transformer" / "tuned.gguf", kind)
@@ -230,7 +230,7 @@ def write_encoder(
 def test_an_encoder_of_another_size_or_kind_is_refused(
     base: Path, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    """transformers drops tensors of a GGUF file that the model lacks, and reports none."""
+    """transformers silently drops tensors of a GGUF file that the model lacks."""
     folder = in_folders(base, tmp_path / "model")
     write_encoder(base, folder / "text_encoder" / "encoder.gguf", gguf.GGMLQuantizationType.Q8_0, **changes)
     with pytest.raises(ValueError, match=message):

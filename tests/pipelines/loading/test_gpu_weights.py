@@ -1,4 +1,4 @@
-"""Weights read by several threads are those that safetensors and diffusers read."""
+"""Weights read by several threads equal those of safetensors and diffusers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def devices() -> list[object]:
 
 
 def test_a_gpu_without_an_index_is_the_current_one_on_every_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage's device is "cuda", which ``torch.cuda.set_device`` refuses."""
+    """The device is "cuda", which ``torch.cuda.set_device`` refuses."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     with file_reading.SpanReader(torch.device("cuda")) as reader:
         assert reader.device == torch.device("cuda", 1)
@@ -104,7 +104,7 @@ def test_a_file_that_is_cut_short_is_an_error(tmp_path: Path) -> None:
     "data", [b"version https://git-lfs.github.com/spec/v1\n", b"\xff" * 9, b"\2" + bytes(7) + b"[]"]
 )
 def test_what_is_no_such_file_is_an_error(tmp_path: Path, data: bytes) -> None:
-    """Whatever its first bytes say of its length."""
+    """Other files are an error, whatever length their first bytes give."""
     (tmp_path / "other.safetensors").write_bytes(data)
     with pytest.raises(ValueError, match="no safetensors file"):
         read_tensors(tmp_path / "other.safetensors", CPU)
@@ -123,7 +123,7 @@ def test_a_model_is_as_diffusers_loads_it(dtype: torch.dtype) -> None:
 
 
 def own_dtypes(folder: Path) -> dict[str, torch.dtype]:
-    """Return what diffusers' own class has after loading the transformer in bfloat16."""
+    """Return the dtypes of diffusers' own class after loading the transformer in bfloat16."""
     kind = getattr(diffusers, str(part_class(folder, "transformer")))
     model = kind.from_pretrained(folder / "transformer", torch_dtype=torch.bfloat16)
     return {name: x.dtype for name, x in model.state_dict().items()}
@@ -147,7 +147,7 @@ def read_sliced(folder: Path) -> nn.Module:
 
 
 def read_from_one_file(folder: Path) -> nn.Module:
-    """The file has all tensors in bfloat16, as its makers have them."""
+    """Return the module from a file with all tensors in bfloat16, as published."""
     (file,) = (folder / "transformer").glob("*.safetensors")
     one = folder / "one.safetensors"
     save_file({name: x.bfloat16() for name, x in load_file(file).items()}, one)
@@ -185,7 +185,7 @@ def test_no_other_family_has_modules_in_float32() -> None:
 
 
 def test_weights_on_the_host_stay_in_the_files() -> None:
-    """All others are read as before; the names are those that will be quantised."""
+    """All others are read as usual; the names are those of weights to quantise."""
     expected = load_file(files_of(FLUX)[0])
     model = outline().to(expected["proj_out.weight"].dtype)
     names = weights_to_quantise(model, SHARD_PLAN)
@@ -226,7 +226,7 @@ def test_what_has_other_tensors_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_the_first_tensor_that_is_not_finite_is_named(value: float) -> None:
-    """Dtypes take turns, and each is checked by itself."""
+    """Dtypes alternate, and each is checked separately."""
     torch.manual_seed(0)
     dtypes = (torch.bfloat16, torch.float32, torch.float16, torch.float64)
     named = {f"{number}": torch.randn(3, 1 + number).to(dtypes[number % 4]) for number in range(12)}
@@ -261,7 +261,7 @@ ENCODERS: dict[str, Callable[[Path], Path]] = {
     "Mistral3ForConditionalGeneration": tiny_pictures.flux2_dev,
     "CLIPTextModelWithProjection, CLIPTextModelWithProjection, T5EncoderModel": tiny_others.sd3,
 }
-"""Folders by the classes of their encoders."""
+"""Folders by encoder classes."""
 
 
 @pytest.mark.parametrize("device", devices())
@@ -353,7 +353,7 @@ def test_an_encoder_that_is_cast_has_one_group_in_memory_beside(
 
 @pytest.mark.parametrize("before", [None, "0"])
 def test_loads_that_overlap_all_stay_on_their_threads(before: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The variable is set until the last has ended, and then as before."""
+    """The variable is set until the last load has ended, then restored."""
     if before is None:
         monkeypatch.delenv(component_weights.ONE_THREAD, raising=False)
     else:

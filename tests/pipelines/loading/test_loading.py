@@ -53,7 +53,7 @@ def test_a_hub_id_without_a_network_says_what_to_do(monkeypatch: pytest.MonkeyPa
 def test_a_hub_id_in_the_cache_needs_no_network(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_flux: Path
 ) -> None:
-    """The cache as `hf download` leaves it: the folder of a commit, and the name that points to it."""
+    """The cache is as `hf download` leaves it: the folder of a commit, and a reference to it."""
     import huggingface_hub.constants as hub
 
     repository, commit = tmp_path / "models--someone--something", "0123456789" * 4
@@ -188,7 +188,7 @@ def test_a_prompt_that_is_cut_is_logged(tiny_wan: Path, caplog: pytest.LogCaptur
 
 
 def test_defaults_need_neither_torch_nor_diffusers(tiny_flux: Path) -> None:
-    """The ingress reads them, and should start fast and stay small."""
+    """The ingress reads defaults, and should start fast and stay small."""
     script = "import sys; from pathlib import Path; from pipelines.checkpoint import Checkpoint; "
     script += "Checkpoint(Path(sys.argv[1])).defaults; print(*sys.modules)"
     assert not modules_after(script, tiny_flux) & {"torch", "diffusers", "transformers", "PIL"}

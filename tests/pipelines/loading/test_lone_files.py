@@ -1,4 +1,4 @@
-"""A part's folder may hold one file under the name, and in the keys, with which it was published for other programs."""
+"""A part's folder may hold one file with the name and keys of other programs."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ WAN_NAMES = {
     r"\.conv2\.": ".residual.6.",
     r"conv_shortcut": "shortcut",
 }
-"""Names of the auto-encoder's layers in Wan's repository, by patterns of diffusers' names."""
+"""Wan's names of auto-encoder layers by patterns of diffusers' names."""
 PER_STAGE = 4
-"""Layers of a stage of Wan's decoder, which its makers count through all stages."""
+"""Layers in a stage of Wan's decoder; Wan's names number them through all stages."""
 WAN = {"base_dim": 8, "z_dim": 4, "dim_mult": [1, 2, 4, 4], "num_res_blocks": 2}
 LATENTS = {"latents_mean": [0.1, -0.2, 0.3, 0.0], "latents_std": [1.5, 2.0, 1.1, 0.7]}
 RESIDUAL = {
@@ -83,7 +83,7 @@ HUNYUAN_NAMES = {
     r"mid_block\.attentions\.0\.(?:to_)?": "mid.attn_1.",
     r"conv_shortcut": "nin_shortcut",
 }
-"""Names of layers in Tencent's repository (``hunyuanvideo_15_vae.py``), by patterns of diffusers' names."""
+"""Tencent's names (``hunyuanvideo_15_vae.py``) by patterns of diffusers' names."""
 MINIMAX = {
     "latent_channels": 4,
     "block_out_channels": (8, 8, 16, 16),
@@ -106,7 +106,7 @@ MINIMAX_NAMES = {
     r"ff\.net\.0\.proj": "ff.w1",
     r"ff\.net\.2": "ff.w2",
 }
-"""The same for MiniMax's."""
+"""MiniMax's names by patterns of diffusers' names."""
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,7 @@ def base(folders: Callable[[Any], Path]) -> Path:
 
 
 def lone(base: Path, part: str, target: Path, tensors: Mapping[str, Tensor]) -> Path:
-    """A copy of ``base`` whose ``part`` has ``tensors`` in a file of a name that ComfyUI's users have."""
+    """Return a copy of ``base`` whose ``part`` has ``tensors`` in a file named as in ComfyUI."""
     shutil.copytree(base, target)
     for file in (target / part).glob("*.safetensors"):
         file.unlink()
@@ -181,7 +181,7 @@ def test_all_encoders_of_a_model(folders: Callable[[Any], Path], tmp_path: Path,
 
 @pytest.mark.parametrize("part", ["vae", "transformer"])
 def test_eight_bit_weights_without_scales(folders: Callable[[Any], Path], tmp_path: Path, part: str) -> None:
-    """Diffusers reads neither class from a single file."""
+    """diffusers reads neither class from a single file."""
     base = folders(tiny_hunyuan.hunyuan_video)
     own = {name: x.to(torch.float8_e4m3fn) for name, x in load_file(next((base / part).glob("*.safetensors"))).items()}
     read = Checkpoint(lone(base, part, tmp_path / "model", own))._opened.load_part(part).state_dict()
@@ -208,7 +208,7 @@ def test_parts_of_a_pipeline_without_blocks(folders: Callable[[Any], Path], tmp_
 
 
 def as_black_forest_has_it(vae: Tensors) -> Tensors:
-    """FLUX.2: two convolutions within the halves, and the statistics of latents."""
+    """Return FLUX.2's names: two convolutions inside the halves, and statistics of latents."""
     inner = {
         re.sub(r"^(post_)?quant", lambda one: f"{'de' if one[1] else 'en'}coder.{one[0]}", name): x
         for name, x in vae.items()
@@ -226,7 +226,7 @@ def as_wan_has_it(vae: Tensors) -> Tensors:
 
 
 def ltx2(num_up: int) -> Any:
-    """With three steps up, or four (LTX-2.3)."""
+    """Return the auto-encoder with three upsamplings, or four (LTX-2.3)."""
     down: dict[str, Any] = {"block_out_channels": (8,) * 4, "layers_per_block": (1,) * 5, "latent_channels": 4}
     down["downsample_type"] = ("spatial", "temporal", "spatiotemporal", "spatiotemporal")
     every, blocks = (True,) * num_up, (1,) * (num_up + 1)
@@ -237,7 +237,7 @@ def ltx2(num_up: int) -> Any:
 
 
 def as_lightricks_has_it(vae: Tensors) -> Tensors:
-    """Blocks and the layers between them are counted together, the middle ones too."""
+    """Return Lightricks' names, which number blocks and the layers between them together."""
 
     def place(found: re.Match[str]) -> str:
         half, first = found[1], 2 * int(found[2])
@@ -259,7 +259,7 @@ def as_lightricks_has_it(vae: Tensors) -> Tensors:
 
 
 def as_wan22_has_it(vae: Tensors) -> Tensors:
-    """In each stage of a half, the layer that changes the size is the last of its blocks' list."""
+    """Return Wan 2.2's names: the resampling layer is the last of each stage's blocks."""
 
     def place(found: re.Match[str]) -> str:
         way, layer = found[2], found[4] or (PER_STAGE - 1 if found[2] == "up" else PER_STAGE - 2)
@@ -270,7 +270,7 @@ def as_wan22_has_it(vae: Tensors) -> Tensors:
 
 
 def as_qwen21_has_it(vae: Tensors) -> Tensors:
-    """ComfyUI has Wan 2.2's layers, whose own convolutions are those of clips."""
+    """Return ComfyUI's names: Wan 2.2's layers, with convolutions of clips."""
     of_pictures = re.compile(r"\.resample\.|\.(to_qkv|proj)\.")
     return {
         name: x.unsqueeze(2) if name.endswith(".weight") and not of_pictures.search(name) else x
@@ -283,7 +283,7 @@ def as_tencent_has_it(vae: Tensors) -> Tensors:
 
 
 def as_minimax_has_it(vae: Tensors) -> Tensors:
-    """Rows of queries, keys and values follow each other head by head, and the gate comes before the values."""
+    """Return MiniMax's layout: query, key and value rows per head, the gate before the values."""
     written: Tensors = {}
     for name, x in vae.items():
         if ".attn.to_q." in name:
@@ -357,7 +357,7 @@ def test_auto_encoders_in_their_makers_names(tmp_path: Path, name: str) -> None:
 def test_clips_of_auto_encoders_in_their_makers_names(
     folders: Callable[[Any], Path], tmp_path: Path, make: Any, name: str, frames: int
 ) -> None:
-    """To latents and back as with diffusers' class, in float16 files as ComfyUI has them."""
+    """Encoding and decoding equal diffusers' class, from float16 files as in ComfyUI."""
     _, make_vae, written = AUTO_ENCODERS[name]
     vae = make_vae().half().float()
     theirs = {key: x.half().contiguous() for key, x in written(vae.state_dict()).items()}
@@ -390,7 +390,7 @@ OTHERS: dict[str, tuple[str, Tensors, str]] = {
     "nothing": ("flux", {}, "give the auto-encoder of this model"),
     "other statistics": ("minimax h3", {"latents_mean": torch.zeros(4)}, "has no place for latents_mean"),
 }
-"""The auto-encoder of a configuration, tensors of a file for another, and what is said of it."""
+"""Auto-encoder of a configuration, tensors of another one's file, and the error."""
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -405,7 +405,7 @@ def test_other_auto_encoders_are_refused(tmp_path: Path, name: str) -> None:
 
 
 def with_tiny_auto_encoder(base: Path, target: Path) -> Path:
-    """A copy of ``base`` with the class of TAESD; older configurations name the stages of both halves alone."""
+    """Return a copy of ``base`` with TAESD; older configurations list only the stages of both halves."""
     stages = {f"{half}_block_out_channels": (8,) * 3 for half in ("encoder", "decoder")}
     blocks = {f"num_{half}_blocks": (1,) * 3 for half in ("encoder", "decoder")}
     shutil.copytree(base, target)
@@ -442,7 +442,7 @@ def test_a_tiny_auto_encoder_of_other_latents_is_refused(
 
 
 def test_a_decoder_alone_is_no_other_auto_encoder(tmp_path: Path) -> None:
-    """An absent encoder and left-overs of training do not make an auto-encoder differ from the base's."""
+    """A missing encoder and leftovers of training do not count as another auto-encoder."""
     vae, file = AutoencoderKLWan(**WAN, **LATENTS), tmp_path / "whole.safetensors"
     vae.save_pretrained(tmp_path / "vae")
     decoder = {name: x.contiguous() for name, x in as_wan_has_it(vae.state_dict()).items() if "encoder" not in name}
@@ -480,7 +480,7 @@ def test_other_files_are_named_before_anything_starts(
 def test_parts_beside_a_u_net_in_its_folder_are_those_of_the_base(
     folders: Callable[[Any], Path], make: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, is_other: bool
 ) -> None:
-    """The file is that of one part, though it has all parts of a pipeline: the others' folders are read."""
+    """Only one part is read from a file with all parts; the others come from their folders."""
     base = folders(make)
     written, parts = all_parts(base, 0.125)
     if is_other:

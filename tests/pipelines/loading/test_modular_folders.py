@@ -1,4 +1,4 @@
-"""Folders in the modular layout: parts here, in other folders, and in repositories of the hub."""
+"""Folders in the modular layout have parts in themselves, in other folders and on the hub."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def classic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def saved(classic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """As ``ModularPipeline.save_pretrained`` writes it: its index says where it was written, in full."""
+    """Return a folder of ``ModularPipeline.save_pretrained``: its index has its absolute path."""
     pipeline = open_modular(classic)
     pipeline.load_components(dtype=torch.float32)
     folder = tmp_path_factory.mktemp("modular") / "saved"
@@ -40,7 +40,7 @@ def saved(classic: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def moved(saved: Path, tmp_path: Path) -> Path:
-    """The same at another place: what its index says is not there any more."""
+    """Return the same folder, moved: the path in its index no longer exists."""
     folder = Path(shutil.copytree(saved, tmp_path / "moved"))
     text = (folder / MODULAR_INDEX).read_text().replace(str(saved), "/not/there")
     (folder / MODULAR_INDEX).write_text(text)
@@ -49,7 +49,7 @@ def moved(saved: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def pointing(saved: Path, tmp_path: Path) -> Path:
-    """An index alone, whose parts are in another folder."""
+    """Return a folder with an index alone, whose parts are elsewhere."""
     folder = tmp_path / "pointing"
     folder.mkdir()
     shutil.copy(saved / MODULAR_INDEX, folder)
@@ -81,7 +81,7 @@ def test_defaults_and_class_come_from_the_index(pointing: Path, classic: Path) -
 
 @pytest.fixture
 def hub(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
-    """A hub cache as `hf download` leaves it."""
+    """Return a function that fills a hub cache as `hf download` does."""
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -128,7 +128,7 @@ def test_what_the_hub_is_asked_for_holds_the_index() -> None:
 
 
 def test_a_class_may_stand_in_the_place_alone(pointing: Path) -> None:
-    """Of parts that were not loaded when the index was written, it says the class there."""
+    """The index has the class there for parts that were not loaded when it was written."""
     index = pointing / MODULAR_INDEX
     entries = json.loads(index.read_text())
     entries["transformer"][:2] = [None, None]

@@ -1,4 +1,4 @@
-"""Folders that a library's quantiser wrote: read by the library, and refused in one line without its package."""
+"""Quantised folders are read by their library, and refused in one line without its package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plain(folders: Callable[[Any], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def quantised(plain: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same model, its transformer and text encoder in torchao's int8."""
+    """Return the model with transformer and text encoder in torchao's int8."""
     torchao: Any = pytest.importorskip("torchao.quantization", reason="pip install torchao")
     configs = {
         "transformer": TorchAoConfig(torchao.Int8WeightOnlyConfig()),
@@ -84,7 +84,7 @@ def test_a_gang_that_quantises_reads_the_same_values(quantised: Path) -> None:
 
 
 def test_parts_of_a_pipeline_without_blocks_stay_quantised(tmp_path: Path) -> None:
-    """It runs as a user loads it."""
+    """The pipeline runs as loaded by the user."""
     torchao: Any = pytest.importorskip("torchao.quantization", reason="pip install torchao")
     folder = tiny_whole.pixart_sigma(tmp_path / "model")
     settings = {"quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig()), "dtype": torch.float32}
@@ -123,7 +123,7 @@ def test_a_missing_package_is_named_before_anything_starts(quantiser: str, plain
 
 
 def quantised_by(quantiser: object, plain: Path, folder: Path, part: str) -> Path:
-    """A copy of a model, one part of which says that it is quantised."""
+    """Return a copy of a model with one part marked as quantised."""
     shutil.copytree(plain, folder)
     file = folder / part / "config.json"
     written = {"quantization_config": {} if quantiser is None else {"quant_method": quantiser, "bits": 4}}
@@ -163,7 +163,7 @@ def test_encoders_of_other_quantisers_are_left_to_transformers(plain: Path, tmp_
 
 
 def test_a_file_that_nunchaku_has_quantised_is_refused(plain: Path, tmp_path: Path) -> None:
-    """Its metadata says so: its tensors have names that no model here has."""
+    """The metadata names the quantiser; the tensors have unknown names."""
     file = tmp_path / "svdq-int4_r32.safetensors"
     written = json.dumps({"method": "svdquant", "rank": 32, "weight": {"dtype": "int4", "group_size": 64}})
     save_file({"layers.0.qweight": torch.zeros(4, 4, dtype=torch.int8)}, file, {"quantization_config": written})
@@ -179,13 +179,13 @@ BITSANDBYTES: dict[str, dict[str, Any]] = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16},
     "int8": {"load_in_8bit": True},
 }
-"""Settings of its configurations."""
+"""Settings of bitsandbytes' configurations."""
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", BITSANDBYTES)
 def test_folders_of_bitsandbytes(name: str, plain: Path, tmp_path: Path, gpu_device: str) -> None:
-    """Only a GPU reads them. The transformer computes with the values that its library multiplies by."""
+    """Only a GPU reads them. The transformer uses the values that the library multiplies by."""
     pytest.importorskip("bitsandbytes", reason="pip install bitsandbytes")
     configs = {
         "transformer": BitsAndBytesConfig(**BITSANDBYTES[name]),

@@ -1,4 +1,4 @@
-"""Ranks that read a checkpoint together have the bits of one that reads it alone, and each reads its share only."""
+"""Ranks that read a checkpoint together get the same bits as one rank, and each reads only its share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from tests.support.patience import PATIENCE_S
 
 CPU = torch.device("cpu")
 BUCKET_BYTES, PIECE_BYTES = 20_000, 3_000
-"""Small: buckets and pieces end inside of tensors, and tensors end inside of buckets."""
+"""Small sizes: buckets and pieces end inside tensors, and tensors end inside buckets."""
 ADAPTER = "pytorch_lora_weights.safetensors"
 SIZES = [2, pytest.param(4, marks=pytest.mark.slow)]
 
@@ -75,7 +75,7 @@ def everyone() -> Axis:
 
 @contextmanager
 def small_buckets() -> Iterator[list[SpanReader]]:
-    """Let buckets and pieces be small. Yields the readers that were made."""
+    """Make buckets and pieces small. Yields the created readers."""
     readers: list[SpanReader] = []
 
     def made(reader: SpanReader, *args: Any) -> None:
@@ -98,7 +98,7 @@ def as_bytes(tensors: dict[str, Tensor]) -> dict[str, tuple[torch.dtype, tuple[i
 
 
 def fill_together(files: Sequence[Path]) -> tuple[Any, int, int, int]:
-    """Return the tensors' bytes, those that this rank read and received, and the most that one exchange gave."""
+    """Return the tensors' bytes, the numbers read and received here, and the most of one exchange."""
     largest = []
 
     def gather(x: Tensor, axis: Axis) -> Tensor:
@@ -132,9 +132,9 @@ def test_tensors_of_several_files_and_dtypes_are_read_once(num_ranks: int, tmp_p
 
 
 def reads_at_exchanges(file: Path) -> list[tuple[int, bool]]:
-    """Return what this rank had read at each exchange, and whether the next share was read before the exchange.
+    """Return the bytes read at each exchange, and whether the next share was read before it.
 
-    Each exchange waits for that.
+    Each exchange waits for the next share.
     """
     total, own = file.stat().st_size, BUCKET_BYTES // 2
     changed, read_bytes, found = Condition(), 0, list[tuple[int, bool]]()
@@ -168,7 +168,7 @@ def reads_at_exchanges(file: Path) -> list[tuple[int, bool]]:
 
 
 def test_the_next_shares_are_read_while_one_is_exchanged(tmp_path: Path) -> None:
-    """No more of them than there is memory for."""
+    """Shares are read ahead within the memory limit."""
     num_buckets, own = 7, BUCKET_BYTES // 2
     (tmp_path / "weights").write_bytes(random.Random(0).randbytes(num_buckets * BUCKET_BYTES))
     for found in gang(2).run(reads_at_exchanges, tmp_path / "weights"):
@@ -209,7 +209,7 @@ def open_checkpoint(folder: Path, how: dict[str, Any]) -> Checkpoint:
 
 
 class Lines(logging.Handler):
-    """Keeps the records."""
+    """Handler that keeps log records."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -308,7 +308,7 @@ def test_a_file_that_is_cut_short_is_an_error_on_all_ranks_alike(tmp_path: Path)
 
 
 def hosts() -> tuple[tuple[int, ...], int, list[int]]:
-    """Return the axis of this rank in a gang of four on two hosts, and what an exchange on it gives."""
+    """Return this rank's axis in a gang of four on two hosts, and the result of an exchange on it."""
     axis = host_axis(RankContext(rank=dist.get_rank(), num_ranks=4, device="cpu", num_hosts=2))
     return axis.ranks, axis.index, all_gather(torch.tensor([dist.get_rank()]), axis).flatten().tolist()
 
@@ -323,7 +323,7 @@ def test_ranks_of_one_host_read_together() -> None:
 
 
 def member(rank: int, pipe: Connection, files: Sequence[Path]) -> None:
-    """A rank on a GPU, from the communicator on, with its early start beside the weights."""
+    """Run a rank on a GPU from the communicator on, with its early start beside the weights."""
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     communicator = Communicator(rank=rank, num_ranks=2, device=device, timeout_s=60.0)

@@ -1,4 +1,4 @@
-"""Eight-bit weights with a scale beside them are read as what they stand for, from every layout."""
+"""Eight-bit weights with scales are read as their real values, from every layout."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def base(folders: Callable[[Any], Path]) -> Path:
 
 
 def marked(tensors: Tensors) -> Tensors:
-    """With the keys that say something of activations and of the file."""
+    """Return the tensors with keys about activations and the file."""
     layers = [name.removesuffix(".scale_weight") for name in tensors if name.endswith(".scale_weight")]
     inputs = {f"{layer}.scale_input": torch.ones(()) for layer in layers}
     return tensors | inputs | {"scaled_fp8": torch.zeros(2, dtype=torch.float8_e4m3fn)}
@@ -77,7 +77,7 @@ def test_a_transformer_is_what_its_file_stands_for(base: Path, tmp_path: Path, w
 
 
 def test_its_makers_names_too(base: Path, tmp_path: Path) -> None:
-    """Queries, keys and values are one weight there, with one scale."""
+    """Original files join queries, keys and values to one weight with one scale."""
     makers = as_its_makers_have_it(load_file(base / WEIGHTS))
     save_file(scaled(makers, ".scale_weight"), tmp_path / "one.safetensors")
     (module,) = Checkpoint.open(f"{tmp_path / 'one.safetensors'}@{base}").denoiser().modules.values()
@@ -95,7 +95,7 @@ def auto_encoder(folder: Path) -> Tensors:
 
 
 def test_an_auto_encoder_is_what_its_file_stands_for(base: Path, tmp_path: Path) -> None:
-    """Only the layers of its attention are scaled; there are some."""
+    """Only its attention layers are scaled."""
     folder = changed(base, "vae", tmp_path / "scaled", lambda x: marked(scaled(x, ".scale_weight")))
     (file,) = (base / "vae").glob("*.safetensors")
     written = scaled(load_file(file), ".scale_weight")
@@ -108,7 +108,7 @@ def test_an_auto_encoder_is_what_its_file_stands_for(base: Path, tmp_path: Path)
 @pytest.mark.parametrize("part", ["text_encoder", "transformer"])
 @pytest.mark.parametrize("is_stale", [False, True], ids=["another shard", "an index without scales"])
 def test_a_scale_may_lie_in_another_shard(base: Path, tmp_path: Path, part: str, is_stale: bool) -> None:
-    """An index may also be that of the weights that were quantised."""
+    """The index may also be that of the weights before quantisation."""
     folder = changed(base, part, tmp_path / "scaled", lambda x: marked(scaled(x, ".scale_weight")))
     (file,) = (folder / part).glob("*.safetensors")
     tensors = load_file(file)
@@ -182,7 +182,7 @@ def test_a_format_that_is_read_may_be_named(base: Path, tmp_path: Path) -> None:
 
 
 def rotation(group: int) -> Tensor:
-    """ConvRot's matrix entry by entry: a sign for each digit of row and column to the base 4."""
+    """Return ConvRot's matrix entry by entry: a sign for each base-4 digit of row and column."""
     signs = [
         [
             (-1.0) ** sum(row // 4**digit % 4 + column // 4**digit % 4 == 3 for digit in range(4))
@@ -198,7 +198,7 @@ ROTATED = {"format": "int8_tensorwise", "convrot": True, "convrot_groupsize": GR
 
 
 def in_integers(tensors: Tensors) -> Tensors:
-    """Matrices in integers with a scale for each row, after their columns were rotated in groups."""
+    """Return integer matrices with a scale per row, their columns rotated in groups."""
     written = dict(tensors)
     for name, x in tensors.items():
         if name.endswith(".weight") and x.ndim == 2 and x.shape[1] % GROUP == 0:
@@ -226,7 +226,7 @@ def told_by_header(tensors: Tensors, file: Path, **more: Any) -> None:
 @pytest.mark.parametrize("layout", [*LAYOUTS, "encoder"])
 @pytest.mark.parametrize("write", [told_by_tensors, told_by_header])
 def test_rotated_columns_are_rotated_back(base: Path, tmp_path: Path, write: Any, layout: str) -> None:
-    """ComfyUI's int8 files: without the rotation, weights of the right shapes are noise."""
+    """ComfyUI's int8 files need the rotation: without it, weights of right shape are noise."""
     part = "text_encoder" if layout == "encoder" else "transformer"
     folder = shutil.copytree(base, tmp_path / "rotated")
     (file,) = (folder / part).glob("*.safetensors")
@@ -243,7 +243,7 @@ def test_rotated_columns_are_rotated_back(base: Path, tmp_path: Path, write: Any
 
 
 def in_scaled_blocks(tensors: Tensors, kind: str) -> tuple[Tensors, Tensors]:
-    """Random weights with a scale for each block, where cuBLAS reads it, as ComfyUI writes them; and their values."""
+    """Return random weights with a scale per block in cuBLAS's layout, as in ComfyUI, and their values."""
     generator, written, values = torch.Generator().manual_seed(1), dict(tensors), dict(tensors)
     for layer in layers_of(scaled(tensors, ".weight_scale")):
         num_rows, num_columns = tensors[f"{layer}.weight"].shape
@@ -316,7 +316,7 @@ def test_formats_in_a_header_are_checked(
 
 @pytest.mark.parametrize("is_rotated", [False, True])
 def test_rows_of_a_scale_follow_the_rows_of_a_weight(base: Path, tmp_path: Path, is_rotated: bool) -> None:
-    """A rank that reads some rows, or some columns, gets what the whole weight has there."""
+    """A rank that reads some rows or columns gets those of the whole weight."""
     from engines.parallel.weight_files import Slice, WeightFiles
 
     folder = changed(base, "transformer", tmp_path / "scaled", lambda x: scaled(x, ".weight_scale", by_row=True))

@@ -1,4 +1,4 @@
-"""A transformer in one file, in diffusers' names or its makers', beside a folder with all else."""
+"""A transformer in one file, in diffusers' or original names, with a base folder for the rest."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def base(folders: Callable[[Any], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def tuned(base: Path) -> dict[str, Tensor]:
-    """Other weights than those of the folder."""
+    """Return weights that differ from the folder's."""
     return {name: weight + 0.125 for name, weight in load_file(base / WEIGHTS).items()}
 
 
 def as_its_makers_have_it(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Other names, and queries, keys and values of the attention as one."""
+    """Return the weights in original names, with queries, keys and values joined."""
     parts: dict[str, dict[str, Tensor]] = {}
     renamed: dict[str, Tensor] = {}
     for name, weight in weights.items():
@@ -84,7 +84,7 @@ def test_the_transformer_is_that_of_the_file(
     "make", [tiny_models.qwen_image, tiny_models.flux2_klein, tiny.wan], ids=["qwen", "klein", "wan"]
 )
 def test_files_with_all_parts_of_any_model(folders: Callable[[Any], Path], tmp_path: Path, make: Any) -> None:
-    """ComfyUI saves every model so; not every translation of diffusers knows the prefix."""
+    """ComfyUI saves models with this prefix, which diffusers does not always translate."""
     base, file = folders(make), tmp_path / "all.safetensors"
     tuned = {name: weight + 0.125 for name, weight in load_file(base / WEIGHTS).items()}
     save_file({f"model.diffusion_model.{name}": x for name, x in tuned.items()} | {"vae.x": torch.ones(1)}, file)
@@ -155,7 +155,7 @@ def test_a_configuration_names_file_and_base() -> None:
 def test_other_parts_and_what_training_needs_may_lie_in_the_file(
     base: Path, tuned: dict[str, Tensor], tmp_path: Path
 ) -> None:
-    """As whole pipelines in one file, and files with a tensor that diffusers' translation takes out by name."""
+    """The file has a whole pipeline, or a tensor that diffusers' translation removes by name."""
     file = tmp_path / "whole.safetensors"
     more = ("first_stage_model.decoder.conv_in.weight", "model_ema.decay", "model.diffusion_model.norm_final.weight")
     save_file(as_its_makers_have_it(tuned) | {name: torch.ones(1) for name in more}, file)
@@ -195,7 +195,7 @@ CLIP_NAMES = {
     r"text_projection\.weight": "text_projection",
 }
 NUM_UP = 3
-"""Stages of the decoder of the tiny auto-encoder, which its makers count from the other end."""
+"""Stages of the tiny auto-encoder's decoder; original names count from the other end."""
 
 
 def renamed(name: str, names: Mapping[str, str]) -> str:
@@ -218,7 +218,7 @@ def as_stability_has_it(vae: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def as_open_clip_has_it(encoder: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Queries, keys and values as one, and the projection transposed."""
+    """Return OpenCLIP's layout: joined queries, keys and values, transposed projection."""
     written: dict[str, Tensor] = {}
     for name, x in encoder.items():
         theirs = renamed(name, CLIP_NAMES)
@@ -232,7 +232,7 @@ def as_open_clip_has_it(encoder: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def all_parts(base: Path, change: float) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]]]:
-    """A file of Stable Diffusion XL with all parts, none of which is the base's, and the parts by name."""
+    """Return a Stable Diffusion XL file whose parts all differ from the base's, and the parts."""
     parts: dict[str, dict[str, Tensor]] = {}
     for name in ("unet", "vae", "text_encoder", "text_encoder_2"):
         (file,) = (base / name).glob("*.safetensors")
@@ -247,7 +247,7 @@ def all_parts(base: Path, change: float) -> tuple[dict[str, Tensor], dict[str, d
 
 
 def test_all_parts_of_a_file_with_a_u_net_are_read(folders: Callable[[Any], Path], tmp_path: Path) -> None:
-    """Tuned files of Stable Diffusion XL have tuned text encoders too, whose prompts the base's do not understand."""
+    """Fine-tuned Stable Diffusion XL files include fine-tuned text encoders, which must be used."""
     base, file = folders(tiny_unknown.sdxl), tmp_path / "all.safetensors"
     written, parts = all_parts(base, 0.125)
     save_file(written, file)
@@ -298,7 +298,7 @@ VELOCITY, EDM = {"prediction_type": "v_prediction"}, {"_class_name": "EDMEulerSc
 def test_a_u_net_for_another_scheduler_is_refused(
     folders: Callable[[Any], Path], tmp_path: Path, keys: list[str], header: dict[str, str], settings: dict[str, Any]
 ) -> None:
-    """ComfyUI and kohya's scripts say so how it was trained; with another scheduler the picture is noise."""
+    """Files of ComfyUI and kohya's scripts name the training schedule; another one gives noise."""
     base, file = folders(tiny_unknown.sdxl), tmp_path / "tuned.safetensors"
     own = load_file(base / "unet" / "diffusion_pytorch_model.safetensors")
     save_file(own | {key: torch.zeros(0) for key in keys}, file, header)
@@ -315,7 +315,7 @@ def test_a_u_net_for_another_scheduler_is_refused(
 def test_a_file_of_a_model_with_another_auto_encoder_is_refused(
     base: Path, tuned: dict[str, Tensor], tmp_path: Path, prefix: str, is_other: bool
 ) -> None:
-    """The base's would be used, and nothing but the picture would show it: releases of LTX-Video differ in it alone."""
+    """Otherwise the base's auto-encoder would be used unnoticed: LTX-Video's releases differ in it."""
     own = load_file(next((base / "vae").glob("*.safetensors")))
     vae = as_stability_has_it(shifted_auto_encoder(8, 3).state_dict() if is_other else own)
     theirs = {name.replace("first_stage_model.", prefix): x.contiguous() for name, x in vae.items()}

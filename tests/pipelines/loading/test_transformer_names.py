@@ -1,4 +1,4 @@
-"""Transformers in the names of their makers and of ComfyUI, where diffusers' translations lack some."""
+"""Transformers in original and ComfyUI's names, some of which diffusers does not translate."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REFINER = {
 
 
 def inside(theirs: str, own: str, layers: Mapping[str, str]) -> dict[str, str]:
-    """Layers of a module, whose own names follow each other."""
+    """Return the layers of a module by full names."""
     return {theirs + one: " ".join(own + name for name in names.split()) for one, names in layers.items()}
 
 
@@ -85,7 +85,7 @@ HUNYUAN = {
     "cond_type_embedding": "cond_type_embed",
     **LAST,
 }
-"""Layers in ComfyUI's names, as its classes ``Flux`` and ``HunyuanVideo`` save them, and in diffusers'."""
+"""diffusers' layers by the names of ComfyUI's classes ``Flux`` and ``HunyuanVideo``."""
 STUDIO_DUAL = {
     "attn.a_to_qkv": "attn.to_q attn.to_k attn.to_v",
     "attn.b_to_qkv": "attn.add_q_proj attn.add_k_proj attn.add_v_proj",
@@ -124,7 +124,7 @@ STUDIO = {
     "final_norm_out.linear": "norm_out.linear",
     "final_proj_out": "proj_out",
 }
-"""Layers in the names of DiffSynth-Studio's class ``FluxDiT``."""
+"""Layers by the names of DiffSynth-Studio's class ``FluxDiT``."""
 TENCENT = {
     r"mlp\.0": "mlp.fc1",
     r"mlp\.2": "mlp.fc2",
@@ -136,12 +136,12 @@ TENCENT = {
     r"_attn\.norm\.(q|k)[a-z]+_norm": r"_attn_\1_norm",
     r"_attn\.(qkv|proj)": r"_attn_\1",
 }
-"""Names in Tencent's repository (``hunyuanvideo_1_5_transformer.py``), by patterns of ComfyUI's."""
+"""Tencent's names (``hunyuanvideo_1_5_transformer.py``) by patterns of ComfyUI's."""
 IDEOGRAM = inside("layers.0.attention.", "layers.0.attention.", {"qkv": "to_q to_k to_v", "o": "to_out.0"})
 
 
 def in_layers(own: Tensors, layers: Mapping[str, str], norm: str = "weight") -> Tensors:
-    """Rows of joined layers one after another, shift before scale; all other tensors as they are."""
+    """Return joined layers with consecutive rows and shift before scale; other tensors unchanged."""
     rest, written = dict(own), {}
     for theirs, names in layers.items():
         for end in ("weight", "bias"):
@@ -193,7 +193,7 @@ QWEN_SIZES: dict[str, Any] = {
 }
 QWEN_SIZES |= {"in_channels": 4, "axes_dims_rope": (2, 2, 4)}
 MARK = {"__index_timestep_zero__": torch.zeros(0)}
-"""ComfyUI's file of Qwen-Image-Edit-2511 has this key in place of a setting."""
+"""Key that ComfyUI's file of Qwen-Image-Edit-2511 has instead of a setting."""
 HUNYUAN_FILE = partial(in_layers, layers=HUNYUAN)
 FILES: dict[str, tuple[str, Mapping[str, Any], Callable[[Tensors], Tensors]]] = {
     "FLUX.1": ("FluxTransformer2DModel", FLUX_SIZES, partial(in_layers, layers=FLUX, norm="scale")),
@@ -247,7 +247,7 @@ def test_every_tensor_is_that_of_the_file(tmp_path: Path, file: str) -> None:
 
 
 def test_a_mark_needs_its_setting(tmp_path: Path) -> None:
-    """Without it, references would be modulated by the step's time."""
+    """Without the setting, references would be modulated by the step's time."""
     own = dict(diffusers.QwenImageTransformer2DModel(**QWEN_SIZES).state_dict())
     with pytest.raises(
         ValueError, match=r"it has __index_timestep_zero__, and the configuration no zero_cond_t\): give the base"

@@ -1,4 +1,4 @@
-"""Every part is read whole: what its files lack, what nothing reads, and values that are no numbers are told."""
+"""Missing tensors, unused tensors and values that are not finite are errors for every part."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def base(folders: Callable[[Any], Path]) -> Path:
 
 @pytest.fixture(scope="module")
 def called(folders: Callable[[Any], Path]) -> Path:
-    """A pipeline without blocks, which runs by its own call."""
+    """Return a pipeline without blocks, which runs by its own call."""
     return folders(tiny_whole.sana)
 
 
@@ -109,7 +109,7 @@ def test_a_damaged_part_is_told_with_the_tensors_name(base: Path, tmp_path: Path
 def test_a_damaged_part_of_a_pipeline_without_blocks_is_told(
     called: Path, tmp_path: Path, part: str, fault: str
 ) -> None:
-    """At start, and before it where the heads of files show the fault."""
+    """The error comes at start, or before it where file headers show the fault."""
     change, message = FAULTS[fault]
     name = a_weight(load_file(next((called / part).glob("*.safetensors"))))
     checkpoint = Checkpoint(changed(called, part, tmp_path / "damaged", change))
@@ -134,14 +134,14 @@ def test_a_class_that_no_library_has_is_told(called: Path, tmp_path: Path) -> No
 
 
 def test_a_head_that_an_encoder_goes_without_is_no_loss(base: Path, tmp_path: Path) -> None:
-    """As encoders are published that were saved as the whole language model, or with its tower for pictures."""
+    """Some encoders are published as whole language models, or with their vision tower."""
     others = {"lm_head.weight": torch.zeros(4, 4), "visual.blocks.0.attn.qkv.weight": torch.zeros(4, 4)}
     load("text_encoder", changed(base, "text_encoder", tmp_path / "more", lambda tensors: tensors | others))
 
 
 @pytest.mark.parametrize("key", ["layers.0.mlp.up_proj.weight_scale_inv", "layers.7.mlp.up_proj.weight"])
 def test_keys_of_a_whole_language_model_belong_to_its_layers(base: Path, tmp_path: Path, key: str) -> None:
-    """Scales of blocks (Qwen's fp8 files) and layers too many were lost from files with the whole model's prefix."""
+    """Block scales (Qwen's fp8 files) and surplus layers under the whole model's prefix must be errors."""
 
     def as_published(tensors: Tensors) -> Tensors:
         assert not any(name.startswith("model.") for name in tensors)
@@ -192,7 +192,7 @@ def test_a_file_that_is_none_is_told(base: Path, tmp_path: Path) -> None:
 
 
 def test_a_rank_that_reads_its_share_reads_tables_too(tmp_path: Path) -> None:
-    """SD 3 keeps its table of positions, which files hold and nothing trains, among the buffers."""
+    """SD 3's position table is a buffer that files hold and training does not change."""
     folder = tiny_others.sd3(tmp_path / "base")
     name = "pos_embed.pos_embed"
     other = changed(folder, "transformer", tmp_path / "other", lambda tensors: tensors | {name: tensors[name] + 1})
@@ -225,7 +225,7 @@ def in_shards(file: Path, stem: str, change: float) -> Tensors:
 @pytest.mark.parametrize("write", [in_half_precision, in_shards])
 @pytest.mark.parametrize("part", LOAD)
 def test_a_variant_is_read_if_there_is_nothing_else(base: Path, tmp_path: Path, part: str, write: Any) -> None:
-    """``hf download --include '*fp16*'`` leaves such a repository. With all files, those without a variant are read."""
+    """``hf download --include '*fp16*'`` makes such a folder. Files without a variant take precedence."""
     folder = shutil.copytree(base, tmp_path / "model")
     (file,) = (folder / part).glob("*.safetensors")
     whole, halves = load_file(file), write(file, file.stem, 0.5)

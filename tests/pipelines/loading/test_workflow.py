@@ -1,4 +1,4 @@
-"""A use of a folder that needs another of its transformers, opened as a model of its own."""
+"""A workflow that needs another transformer of a folder is opened as its own model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORKFLOW = "ref2va"
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with both transformers, the second without weights."""
+    """Return a folder with both transformers, the second without weights."""
     monkeypatch.setattr("huggingface_hub.utils._cache_assets.HF_ASSETS_CACHE", str(tmp_path / "cache"))
     folder = minimax_h3(tmp_path / "model")
     (folder / "transformer_ref").mkdir()
@@ -54,7 +54,7 @@ def test_a_workflow_has_its_own_transformer_and_the_other_parts(folder: Path) ->
 
 
 def test_two_processes_of_one_number_make_it_at_once(folder: Path) -> None:
-    """Containers that share a cache may number their processes alike."""
+    """Processes in containers that share a cache may have the same id."""
     source, replaced = str(ModelSource(base=str(folder), workflow=WORKFLOW)), Path.replace
     inner: list[Path] = []
 
@@ -82,7 +82,7 @@ def test_a_cache_that_cannot_be_written_is_named(folder: Path, monkeypatch: pyte
 
 @pytest.mark.parametrize("name", ["modular_model_index.json", ""], ids=["index", "folder"])
 def test_a_model_that_went_away_is_named(folder: Path, name: str) -> None:
-    """The cache has no fault: its setting would change nothing."""
+    """The cache is not at fault, so its setting is not named."""
     entries = read_index(folder)
     (folder / name).rename(folder.parent / "elsewhere")
     with pytest.raises(ValueError, match=rf"folder {folder} cannot be read \(.*No such file") as error:

@@ -29,13 +29,13 @@ SMALL: dict[str, Callable[[Path], Path]] = {
 
 @pytest.fixture(scope="session")
 def small(folders: Callable[[Any], Path]) -> Callable[[str], Path]:
-    """Folders of models by short names, each made once."""
+    """Return a function that makes a model's folder by its short name, once."""
     return lambda name: folders(SMALL[name])
 
 
 @pytest.fixture(scope="session")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Served]:
-    """Models with two adapters, each made once, so that diffusers' own latents of them are computed once."""
+    """Return a function that makes a model with two adapters once, so diffusers computes its latents once."""
 
     @cache
     def make(model: str) -> Served:

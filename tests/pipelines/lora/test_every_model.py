@@ -1,4 +1,4 @@
-"""Adapters on every model with blocks: jobs with and without one in turns, against diffusers with it loaded."""
+"""Check adapters on every model with blocks: alternating jobs with and without one equal diffusers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.pipelines.lora.support.tiny_lora import loader, write_lora
 
 SCALE = ONE[0].scale
 TOGETHER = ("cosmos 3", "sd 3")
-"""Those that two ranks paint in the quick tests as well."""
+"""Models that the quick tests also run on two ranks."""
 CASES = [
     pytest.param(name, num_ranks, marks=[] if name in names else [pytest.mark.slow])
     for num_ranks, names in ((1, [name for name, model in MODELS.items() if not model.is_long]), (2, TOGETHER))
@@ -31,12 +31,12 @@ CASES = [
 
 @dataclass(frozen=True, kw_only=True)
 class Written:
-    """A model, an adapter for it, and what diffusers paints without (0) and with it."""
+    """A model, an adapter, and diffusers' latents without (0) and with it."""
 
     folder: Path
     adapter: Path
     later: str
-    """Folder of the same adapter when it comes at run time."""
+    """Folder of the same adapter, added at run time."""
     own: Callable[[float], Mapping[str, Tensor]]
 
 
@@ -67,7 +67,7 @@ def differences(mine: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> list
 
 @pytest.mark.parametrize(("name", "num_ranks"), CASES)
 def test_jobs_in_turns_equal_diffusers(name: str, num_ranks: int, written: Callable[[str], Written]) -> None:
-    """With one of the configuration, and the same one when it comes at run time."""
+    """The adapter is in the configuration, or added at run time."""
     here = written(name)
     named, later = (LoraSource(name="one", path=str(here.adapter)),), (replace(ONE[0], name="new", folder=here.later),)
     turns, bare = (

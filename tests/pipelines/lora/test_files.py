@@ -1,4 +1,4 @@
-"""Files of adapters in the layouts that are about: they paint what diffusers' own loader makes of them, or are told."""
+"""Check adapter files in common layouts: the result equals diffusers' own loader, or an error names the fault."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_what_peft_can_write(small: Callable[[str], Path], tmp_path: Path, model
 
 
 def kohya(path: Path, *, alpha: float) -> Path:
-    """The layout of kohya's scripts, named by the layers of Black Forest Labs' own code."""
+    """Write the layout of kohya's scripts, in the layer names of Black Forest Labs' code."""
     generator = torch.Generator().manual_seed(3)
     layers = {
         "double_blocks_0_img_attn_qkv": (192, 64),
@@ -177,7 +177,7 @@ def test_which_file_is_meant(small: Callable[[str], Path], tmp_path: Path) -> No
 
 
 def test_a_shipped_checkpoint_is_a_folder_of_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By its name, unless there is a folder of this name; a file that it does not have is told before the start."""
+    """Its name is found unless a folder has that name; a missing file is an error before the start."""
     name, file = "flux-shapes", "recipes/four-steps.safetensors"
     assert resolve_file(name, file, ADAPTER_FILES) == SHIPPED / name / file
     assert list(adapter_problems(Checkpoint.open(name), [LoraSource(path=name, file=file)])) == []
@@ -195,7 +195,7 @@ def test_a_shipped_checkpoint_is_a_folder_of_adapters(tmp_path: Path, monkeypatc
 
 
 def test_each_pattern_of_layers_is_compiled_once() -> None:
-    """PEFT writes one for each layer of another alpha, more than Python's ``re`` keeps."""
+    """PEFT writes one pattern per layer with its own alpha, more than the cache of ``re`` holds."""
     layers = [f"transformer_blocks.{number}.attn.to_q" for number in range(600)]
     config = {"alpha_pattern": {layer: number for number, layer in enumerate(layers)}}
     compiler: Any = vars(re)["_compiler"]

@@ -1,4 +1,4 @@
-"""Jobs with adapters, in turns with jobs without, against diffusers' own pipeline with its own adapters."""
+"""Compare alternating jobs with and without adapters with diffusers' own pipeline and adapters."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SETTINGS = {
     "four, tensor and ulysses": Setting(num_ranks=4, strategy="tensor2xulysses"),
 }
 WITHOUT_PIPELINE = ("flux2 klein", "z image")
-"""Their plans have none."""
+"""Models whose plan has no pipeline strategy."""
 QUICK = {
     ("flux", "alone"),
     ("flux", "ulysses, fast"),
@@ -43,7 +43,7 @@ QUICK = {
     ("qwen", "ulysses"),
     ("qwen", "tensor"),
 }
-"""Each setting for two ranks at most once, and a step of blocks and a hand-ordered one of two models."""
+"""Each setting for two ranks at most once; a compiled and a hand-ordered step of two models."""
 CASES = [
     pytest.param(model, setting, marks=[] if (model, setting) in QUICK else [pytest.mark.slow])
     for model in MODELS
@@ -83,7 +83,7 @@ MIXES = (ONE, BOTH, NONE, ONE)
 def painted_by_teams(
     folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], strategy: str, teams: tuple[str, ...]
 ) -> list[Tensor]:
-    """The first prediction for each of ``requests`` by each of ``teams``."""
+    """Return the first prediction of each of ``teams`` for each of ``requests``."""
     checkpoint = Checkpoint(folder, loras=sources)
     rank, world = dist.get_rank(), tuple(range(dist.get_world_size()))
     encoder, sampler = checkpoint.text_encoder(), checkpoint.sampler()
@@ -98,7 +98,7 @@ def painted_by_teams(
 
 @pytest.mark.parametrize("strategy", ["tensor", "ulysses"])
 def test_teams_of_all_sizes_see_the_same_weights(strategy: str, served: Callable[[str], Served]) -> None:
-    """Shares of the weights are views of each other in part; some are made while others have something added."""
+    """Shares of weights partly alias each other; some are made while others have adapters applied."""
     here = served("flux")
     requests = [request_of(here.folder, loras) for loras in MIXES]
     apart: dict[str, list[list[Tensor]]] = {
@@ -129,7 +129,7 @@ def test_captured_steps_follow_the_weights(model: str, fast: bool, served: Calla
 
 
 def without_restoring(*args: Any) -> list[Tensor]:
-    """What a job left is never taken out again."""
+    """Additions of an ended job are never removed."""
     write = additions._Weight.write
 
     def stays(weight: Any, mix: Any, sums: Any) -> None:

@@ -1,4 +1,4 @@
-"""Layouts of adapters that trainers and other programs write: all of a file counts, or a key is named."""
+"""Check adapter layouts of trainers and other programs: every key is applied, or an error names it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def check_with_diffusers(folder: Path, file: Path) -> None:
 
 @pytest.mark.parametrize("part", ["", "transformer"])
 def test_kohyas_first_and_last_layer(small: Callable[[str], Path], tmp_path: Path, part: str) -> None:
-    """diffusers names them, but not as the transformer's, and loses the alpha of the last."""
+    """diffusers does not map them to the transformer, and drops the alpha of the last layer."""
     base = plain(small("flux"))
     layers = {"final_layer_linear": "proj_out", "img_in": "x_embedder", "double_blocks_0_img_attn_proj": ""}
     layers["double_blocks_0_img_attn_proj"] = "transformer_blocks.0.attn.to_out.0"
@@ -58,7 +58,7 @@ def test_kohyas_first_and_last_layer(small: Callable[[str], Path], tmp_path: Pat
 
 
 def distilled(folder: Path) -> tuple[Tensors, Tensors]:
-    """Keys as LightX2V's distilled adapters have them, and what they add."""
+    """Return keys as in LightX2V's distilled adapters, and their additions to the weights."""
     base = plain(folder)
     whole = {
         "blocks.0.self_attn.norm_q.diff": "blocks.0.attn1.norm_q.weight",
@@ -138,7 +138,7 @@ def test_onetrainers_layout(small: Callable[[str], Path], tmp_path: Path, prefix
 
 @pytest.mark.parametrize(("spelling", "alpha"), [("A", None), ("down", 3.0)])
 def test_one_layer_for_three(small: Callable[[str], Path], tmp_path: Path, spelling: str, alpha: float | None) -> None:
-    """As ComfyUI has Z-Image's attention: the rows of queries, keys and values follow each other."""
+    """ComfyUI stores Z-Image's queries, keys and values as consecutive rows of one layer."""
     base, place = plain(small("z")), "layers.0.attention"
     rows, columns = base[f"{place}.to_q.weight"].shape
     tensors = pair(f"diffusion_model.{place}.qkv", 3 * rows, columns, spelling=spelling, alpha=alpha)
@@ -151,7 +151,7 @@ def test_one_layer_for_three(small: Callable[[str], Path], tmp_path: Path, spell
 
 
 def factors(key: str, rows: int, columns: int, *, whole: bool) -> Tensors:
-    """LoKr: the second matrix whole, or of low rank, which alpha scales then."""
+    """Return LoKr factors: the second matrix whole, or of low rank, scaled by alpha."""
     left, right = torch.randn(4, 4), (rows // 4, columns // 4)
     if whole:
         second = {f"{key}.lokr_w2": 0.3 * torch.randn(right)}
@@ -217,7 +217,7 @@ LOKR = {
 
 
 def kronecker(key: str, rows: int, columns: int, kind: str, alpha: float) -> tuple[Tensors, Tensor]:
-    """Factors, and what LyCORIS (``lycoris/modules/lokr.py``) makes of them: kron(w1, w2) * alpha / rank."""
+    """Return factors, and their product in LyCORIS (``lycoris/modules/lokr.py``): kron(w1, w2) * alpha / rank."""
     shapes = {"w1": (4, 2), "w2": (rows // 4, columns // 2)}
     parts, factors = Tensors(), Tensors()
     for name, (height, width) in shapes.items():
@@ -241,7 +241,7 @@ OWN_OR_MAKERS = [
     ("flux", "lora_unet_double_blocks_0_img_attn_proj", "transformer_blocks.0.attn.to_out.0"),
     ("krea", "blocks.0.attn.wk", "transformer_blocks.0.attn.to_k"),
 ]
-"""A model, a layer's key in a file, and the layer."""
+"""Model, key of a layer in a file, and name of the layer."""
 
 
 @pytest.mark.parametrize("kind", LOKR)
@@ -249,7 +249,7 @@ OWN_OR_MAKERS = [
 def test_kronecker_products_have_their_scale(
     small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str, kind: str
 ) -> None:
-    """Where diffusers' loader knows of no LoKr, too."""
+    """LoKr also works where diffusers' loader does not read it."""
     rows, columns = plain(small(model))[f"{name}.weight"].shape
     tensors, expected = kronecker(key, rows, columns, kind, alpha=3.0)
     check(added(small(model), written(tensors, tmp_path)), {f"{name}.weight": expected})
@@ -258,7 +258,7 @@ def test_kronecker_products_have_their_scale(
 def test_kronecker_products_are_written_to_no_file(
     small: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may take a thousand times the memory of their factors. Trainers' headers say nothing about them."""
+    """Products may need a thousand times the memory of their factors, and headers do not list them."""
     key, name = "lora_unet_double_blocks_0_img_attn_proj", "transformer_blocks.0.attn.to_out.0.weight"
     rows, columns = plain(small("flux"))[name].shape
     tensors, expected = kronecker(key, rows, columns, "w1 w2", alpha=3.0)
@@ -269,7 +269,7 @@ def test_kronecker_products_are_written_to_no_file(
 
 @pytest.mark.parametrize(("model", "key", "name"), OWN_OR_MAKERS)
 def test_hadamard_products(small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str) -> None:
-    """LoHa: (w1_a @ w1_b) * (w2_a @ w2_b) * alpha / rank, in LyCORIS and musubi-tuner."""
+    """LoHa is (w1_a @ w1_b) * (w2_a @ w2_b) * alpha / rank in LyCORIS and musubi-tuner."""
     rows, columns = plain(small(model))[f"{name}.weight"].shape
     halves = {f"w{number}_a": torch.randn(rows, RANK) for number in (1, 2)}
     halves |= {f"w{number}_b": torch.randn(RANK, columns) for number in (1, 2)}
@@ -283,7 +283,7 @@ def test_hadamard_products(small: Callable[[str], Path], tmp_path: Path, model: 
 def test_halves_of_a_modulation_change_places(
     small: Callable[[str], Path], tmp_path: Path, prefix: str, kind: str
 ) -> None:
-    """FLUX.2's makers write shift before scale, which the loader of diffusers leaves so."""
+    """FLUX.2's own files store shift before scale; diffusers' loader does not swap them."""
     base, key = plain(small("klein")), f"{prefix}final_layer.adaLN_modulation.1"
     rows, columns = base["norm_out.linear.weight"].shape
     if kind in SPELLINGS:
@@ -304,7 +304,7 @@ def test_halves_of_a_modulation_change_places(
 
 @pytest.mark.parametrize("prefix", ["diffusion_model.", "transformer.", ""])
 def test_own_names_are_not_translated(small: Callable[[str], Path], tmp_path: Path, prefix: str) -> None:
-    """MiniMax-H3's makers have the halves of this layer in the other order, under another name."""
+    """MiniMax-H3's own files store the halves of this layer swapped, under another name."""
     name, other = (f"transformer_blocks.{number}.ff.net.0.proj" for number in (0, 1))
     shape = plain(small("minimax"))[f"{name}.weight"].shape
     tensors = pair(prefix + name, *shape, spelling="A")
@@ -314,7 +314,7 @@ def test_own_names_are_not_translated(small: Callable[[str], Path], tmp_path: Pa
 
 
 def test_names_in_a_file_of_diffusers_are_not_translated(small: Callable[[str], Path], tmp_path: Path) -> None:
-    """Its header has a configuration. PEFT says what the adapter adds to each layer."""
+    """The header has a configuration. PEFT gives the expected addition to each layer."""
     folder = small("minimax")
     layers = [pair for pair in adapted(folder, seed=1).named_modules() if hasattr(pair[1], "get_delta_weight")]
     expected = {f"{name}.weight": layer.get_delta_weight("default").detach() for name, layer in layers}
@@ -335,7 +335,7 @@ def test_names_in_a_file_of_diffusers_are_not_translated(small: Callable[[str], 
     ids=["musubi-tuner", "VideoX-Fun", "an embedder", "Krea 2", "OneTrainer", "SimpleTuner"],
 )
 def test_names_with_underscores(small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str) -> None:
-    """Some layers alone, where diffusers' loader takes all or none."""
+    """A file may have some of the layers, where diffusers' loader needs all or none."""
     tensors = pair(key, *plain(small(model))[f"{name}.weight"].shape, alpha=3.0)
     check(added(small(model), written(tensors, tmp_path)), {f"{name}.weight": product(tensors, key, 3.0 / RANK)})
 
@@ -375,7 +375,7 @@ def test_pefts_configuration_is_for_the_makers_names_too(
 def test_the_configuration_in_a_header_counts_with_and_without_the_parts_name(
     small: Callable[[str], Path], tmp_path: Path, prefix: str, part: str
 ) -> None:
-    """Diffusers writes both or neither; tools rename the keys of tensors alone, to the makers' names too."""
+    """diffusers renames keys and header together; other tools rename only the keys."""
     name = "proj_out"
     tensors = pair(prefix + name, *plain(small("flux"))[f"{name}.weight"].shape, spelling="A")
     config = {f"{part}r": RANK, f"{part}lora_alpha": 3}
@@ -406,7 +406,7 @@ BOTH = [
 def test_an_alpha_counts_once_beside_the_same_in_the_header(
     small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str, part: str, rslora: bool
 ) -> None:
-    """SimpleTuner writes both for ComfyUI (``lora_format``)."""
+    """SimpleTuner writes both layouts for ComfyUI (``lora_format``)."""
     spelling = "down" if "lora_unet" in key else "A"
     tensors = pair(key, *plain(small(model))[f"{name}.weight"].shape, spelling=spelling, alpha=3.0)
     config = {f"{part}r": RANK, f"{part}lora_alpha": 3, f"{part}use_rslora": rslora}
@@ -421,7 +421,7 @@ def test_an_alpha_counts_once_beside_the_same_in_the_header(
 def test_pefts_lokr_and_loha_have_the_scale_of_their_configuration(
     small: Callable[[str], Path], tmp_path: Path, kind: type[LoKrConfig | LoHaConfig], place: str
 ) -> None:
-    """PEFT's own sum is the reference. Files of diffusers have the configuration in the header."""
+    """The reference is PEFT's own sum. Files of diffusers have the configuration in the header."""
     module: Any = next(iter(Checkpoint(small("flux")).denoiser().modules.values()))
     names = [f"transformer_blocks.0.attn.to_{end}" for end in "qk"]
     config = kind(
@@ -453,7 +453,7 @@ def test_pefts_lokr_and_loha_have_the_scale_of_their_configuration(
 def test_an_alpha_of_all_layers_in_a_header_hinders_nothing(
     small: Callable[[str], Path], tmp_path: Path, model: str, key: str, name: str, spelling: str
 ) -> None:
-    """Loaders of these models read none, and some of them read no such names."""
+    """diffusers' loaders of these models read neither the alpha nor, in part, these names."""
     alpha = 3.0 if spelling == "down" else None
     tensors = pair(key, *plain(small(model))[f"{name}.weight"].shape, spelling=spelling, alpha=alpha)
     file = tmp_path / "adapter.safetensors"

@@ -1,4 +1,4 @@
-"""Adapters in the names of a model's makers: layers of all kinds, and those of other parts."""
+"""Check adapters in the names of models' own repositories: all kinds of layers, and those of other parts."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HUNYUAN = {
     "lora_unet_double_blocks_0_img_attn_qkv": tuple(f"transformer_blocks.0.attn.to_{one}" for one in "qkv"),
     "diffusion_model.double_blocks.0.txt_mod.lin": ("transformer_blocks.0.norm1_context.linear",),
 }
-"""Names of musubi-tuner, and of ComfyUI by its ``convert_hunyuan_video_1_5_lora_to_comfy``, with the layers."""
+"""Layers by musubi-tuner's names, and ComfyUI's by its ``convert_hunyuan_video_1_5_lora_to_comfy``."""
 
 
 @pytest.mark.parametrize("key", HUNYUAN)
@@ -96,10 +96,10 @@ MAKERS: dict[str, dict[str, tuple[str, ...]]] = {
         "llm_cond_proj": ("llm_cond_proj",),
     },
 }
-"""Layers in the makers' names, as OneTrainer (``modules/model``) and kohya's scripts write them, and in diffusers'."""
+"""diffusers' layers by the original names of OneTrainer (``modules/model``) and kohya's scripts."""
 SHIFT_FIRST = {"flux": {"norm_out.linear"}, "klein": {"norm_out.linear"}}
 SHIFT_FIRST["sd3"] = {"norm_out.linear", f"{DUAL}.1.norm1_context.linear"}
-"""Modulations with a shift before a scale in the makers' names: last layers, and the last text of SD 3."""
+"""Modulations with shift before scale in original names: last layers, and SD 3's last text layer."""
 
 
 def divided(model: str, names: tuple[str, ...], base: Tensors, change: Tensor, end: str = "weight") -> Tensors:
@@ -144,7 +144,7 @@ def test_differences_of_all_kinds_in_the_makers_names(small: Callable[[str], Pat
 
 @pytest.mark.parametrize("stream", ["", "audio_"])
 def test_modulation_by_prompts_in_its_makers_names(stream: str) -> None:
-    """LTX-2.3's, which diffusers' translation lacks."""
+    """LTX-2.3 has these layers, which diffusers does not translate."""
     module = LTX2VideoTransformer3DModel(**LTX_SIZES)
     theirs, own = f"{stream}prompt_adaln_single.linear.weight", f"{stream}prompt_adaln.linear.weight"
     value = torch.randn(module.get_parameter(own).shape)
@@ -160,7 +160,7 @@ TEXTS = {
     "text_encoder_3.encoder.block.0.layer.0.SelfAttention.q": "A",
     "lora_unet_llm_adapter_blocks_0_cross_attn_q_proj": "down",
 }
-"""Layers of text encoders and of Anima's conditioner, as OneTrainer and kohya's scripts write them."""
+"""Layers of text encoders and Anima's conditioner in the names of OneTrainer and kohya's scripts."""
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_text_encoders_are_named_or_left_out_in_any_layout(
 
 
 def test_patterns_of_alphas_are_of_the_makers_names(small: Callable[[str], Path], tmp_path: Path) -> None:
-    """PEFT matches them with the names of the model that it trained."""
+    """PEFT matches patterns with the names of the model that it trained."""
     key, name = "base_model.model.double_blocks.0.img_attn.proj", "transformer_blocks.0.attn.to_out.0.weight"
     tensors = pair(key, *plain(small("flux"))[name].shape, spelling="A")
     save_file(tensors, tmp_path / "adapter_model.safetensors")

@@ -1,4 +1,4 @@
-"""What files call the part that they are for: a U-Net, and transformers whose pipeline has no loader of adapters."""
+"""Check names of parts in adapter files: the U-Net, and transformers whose pipeline has no adapter loader."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def painted(folder: Path, *sources: LoraSource) -> Tensor:
 
 
 def check(folder: Path, path: Path) -> None:
-    """Against diffusers with what it loads."""
+    """Compare with diffusers and the layers that it loads."""
     mine = painted(folder, LoraSource(path=str(path), scale=0.8))
     assert relative_difference(mine, reference(folder, request_of(folder), {path: 0.8})) <= TOLERANCE
     assert relative_difference(mine, painted(folder)) > 0.02, "the adapter is there"
@@ -68,7 +68,7 @@ KOHYA: dict[str, Mapping[str, tuple[int, int]]] = {
         f"output_blocks_1_1_{ATTENTION}": (32, 32),
     },
 }
-"""Names of layers after ``lora_unet_``, each with its rows and columns."""
+"""Layer names after ``lora_unet_``, with rows and columns."""
 RANK = 4
 ONES = (1.0, 1.0, 1.0)
 
@@ -79,7 +79,7 @@ def kohya(
     alphas: tuple[float, ...] = (3, 3, 3),
     ups: tuple[float, ...] = ONES,
 ) -> Path:
-    """``alphas`` are by layer; so are ``ups``, the factors of the upper halves."""
+    """Write a file in kohya's names; ``alphas`` and ``ups`` (upper factors) are by layer."""
     generator = torch.Generator().manual_seed(3)
     tensors: dict[str, Tensor] = {}
     for (name, (rows, columns)), alpha, up in zip(layers.items(), alphas, ups, strict=False):
@@ -112,7 +112,7 @@ def test_text_encoders_are_left_out_if_the_u_net_is_named(sdxl: Path, tmp_path: 
 
 
 def test_a_text_conditioner_is_left_out_if_the_transformer_is_named(tmp_path: Path) -> None:
-    """Diffusers' loader of Anima has a place for both."""
+    """diffusers' loader of Anima reads both."""
     folder = tiny_unknown.anima(tmp_path / "model")
     alone = write_lora(folder, tmp_path / "alone", seed=1, says_alpha=False) / "pytorch_lora_weights.safetensors"
     pair = {f"text_conditioner.blocks.0.cross_attn.q_proj.lora_{side}.weight": torch.ones(4, 4) for side in "AB"}
@@ -133,7 +133,7 @@ def as_a_transformer(folder: Path, path: Path) -> Path:
 
 
 def as_a_pipeline(folder: Path, path: Path) -> Path:
-    """As those that have a loader do: with the name of the part, and what training said in the head of the file."""
+    """Write as pipelines with a loader do: keys with the part's name, training metadata in the header."""
     transformer = adapted(folder, seed=1, **CONFIG)
     said = {"transformer_lora_adapter_metadata": transformer.peft_config["default"].to_dict()}
     CosmosLoraLoaderMixin.save_lora_weights(path, get_peft_model_state_dict(transformer), **said)

@@ -1,4 +1,4 @@
-"""Jobs with adapters on quantised weights, against weights that were quantised with the adapters in them."""
+"""Compare jobs with adapters on quantised weights with weights quantised after merging the adapters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ QUICK = {
     ("wan", "fp8, alone"),
     ("z image", "fp8, alone, fast"),
 }
-"""Each setting once; int8 on one rank is in a test of its own."""
+"""Each setting once; int8 on one rank has its own test."""
 MODELS_OF_ONE_SETTING = [
     ("flux2 klein", "fp8, alone, fast"),
     ("qwen", "fp8, alone, fast"),
@@ -53,7 +53,7 @@ CASES = [
 
 @pytest.mark.parametrize(("model", "name"), CASES)
 def test_quantised_weights_follow(model: str, name: str, served: Callable[[str], Served]) -> None:
-    """As if they had been quantised with the adapters of each job in them."""
+    """Weights equal those quantised after merging each job's adapters."""
     here, setting = served(model), QUANTISED[name]
     ranks, plain_one = gang(setting.num_ranks), request_of(here.folder)
     requests = [request_of(here.folder, loras) for loras in TURNS]
@@ -71,7 +71,7 @@ def test_quantised_weights_follow(model: str, name: str, served: Callable[[str],
 
 
 def test_a_quantised_model_equals_diffusers_adapter_beside_the_same_layers(served: Callable[[str], Served]) -> None:
-    """The adapter fused by diffusers, then the same linears quantised in its own pipeline."""
+    """The reference fuses the adapter by diffusers, then quantises the same linears of its pipeline."""
     here = served("flux")
     request = request_of(here.folder, BOTH)
     plan = Checkpoint(here.folder).denoiser().plan
@@ -93,7 +93,7 @@ def test_a_quantised_model_equals_diffusers_adapter_beside_the_same_layers(serve
 @pytest.mark.gpu
 @pytest.mark.parametrize("fast", [False, True], ids=["blocks", "fast"])
 def test_captured_steps_follow_quantised_weights(fast: bool, served: Callable[[str], Served]) -> None:
-    """As on the CPU, and not as in float32, whose noise is another: PyTorch draws bfloat16 in its own way."""
+    """The reference is the CPU in bfloat16: PyTorch draws other noise in float32."""
     here = served("flux")
     requests = [request_of(here.folder, loras) for loras in TURNS]
     setting = Setting(precision="fp8", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Adapters of which something would be lost, or that are damaged, are refused at start by their keys."""
+"""Adapters that would be applied in part, or are damaged, are refused at start with their keys."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ ALONE: dict[str, tuple[str, ...]] = {
 def test_an_alpha_without_factors_is_told_and_changes_nothing(
     small: Callable[[str], Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """ComfyUI passes over it, and diffusers in some layouts; tools that drop layers leave it behind."""
+    """ComfyUI ignores it, as does diffusers in some layouts; tools that drop layers leave it."""
     model, key, layer, alone = ALONE[name]
     tensors = pair(key, *plain(small(model))[f"{layer}.weight"].shape, alpha=3.0)
     file = written(tensors | {f"{alone}.alpha": torch.tensor(5.0)}, tmp_path)
@@ -183,7 +183,7 @@ def test_a_norm_cannot_change_from_job_to_job_in_a_hand_ordered_step(
     ],
 )
 def test_small_factors_of_a_huge_product_are_refused(factors: dict[str, tuple[int, int]]) -> None:
-    """Before it is computed: an adapter of a client could take all memory of a rank."""
+    """It is refused before it is computed: a client's adapter could use all memory of a rank."""
     tensors = {f"layer.lokr_{name}": torch.zeros(shape) for name, shape in factors.items()}
     with pytest.raises(ValueError, match="layer has factors whose product is larger than the weights"):
         as_products(tensors, None)
@@ -194,7 +194,7 @@ def test_small_factors_of_a_huge_product_are_refused(factors: dict[str, tuple[in
 def test_adapters_for_changed_weights_are_refused(
     small: Callable[[str], Path], tmp_path: Path, start: str, is_beside: bool
 ) -> None:
-    """PEFT takes the first product of these from the model's weights, so they are no additions to them."""
+    """PEFT initialises these from the model's weights, so they are not plain additions."""
     prefix = "base_model.model." if is_beside else "transformer."
     tensors = pair(f"{prefix}proj_out", *plain(small("flux"))["proj_out.weight"].shape, spelling="A")
     config = {"r": 2, "lora_alpha": 2, "init_lora_weights": start}

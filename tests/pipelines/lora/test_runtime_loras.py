@@ -1,4 +1,4 @@
-"""Adapters that come at run time, against the same adapters in the configuration."""
+"""Compare adapters added at run time with the same adapters in the configuration."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.pipelines.lora.support.jobs import MODELS, ONE, TURNS, Served, Settin
 from tests.pipelines.lora.support.tiny_lora import request_of
 
 LIMITS = LoraLimits(max_loaded=1)
-"""So that each change of adapters evicts one, unless a job that runs holds it."""
+"""Each change of adapters evicts one, unless a running job holds it."""
 CASES = [
     ("flux", Setting(num_ranks=2, fast=True, precision="fp8")),
     ("flux", Setting(num_ranks=2, strategy="tensor", precision="int8")),
@@ -40,7 +40,7 @@ CASES = [
 
 @pytest.fixture
 def added(served: Callable[[str], Served], tmp_path: Path) -> Callable[[str], dict[str, str]]:
-    """The folders of a model's two adapters, by name."""
+    """Return the folders of a model's two adapters by name."""
 
     def make(model: str) -> dict[str, str]:
         here = served(model)
@@ -55,7 +55,7 @@ def added(served: Callable[[str], Served], tmp_path: Path) -> Callable[[str], di
 def test_latents_are_those_with_configured_adapters(
     model: str, setting: Setting, served: Callable[[str], Served], added: Callable[[str], dict[str, str]]
 ) -> None:
-    """Jobs take turns step by step, so an adapter is evicted, and loaded again, while others use theirs."""
+    """Jobs alternate step by step, so an adapter is evicted and reloaded while others are in use."""
     here, folders, ranks = served(model), added(model), gang(setting.num_ranks)
     configured = [request_of(here.folder, loras) for loras in TURNS]
     runtime = [request_of(here.folder, tuple(replace(x, folder=folders[x.name]) for x in loras)) for loras in TURNS]
@@ -96,7 +96,7 @@ def test_captured_steps_follow_adapters_that_come(
 
 
 def test_a_configured_adapter_beside_one_that_came(served: Callable[[str], Served], tmp_path: Path) -> None:
-    """Their sum has one order: the second one's name with its folder sorts like the name alone."""
+    """Both sums have one order: the name with its folder sorts like the name alone."""
     here, setting = served("flux"), Setting(fast=True)
     names = ("ink", "ink-2")
     first, second = (replace(source, name=name) for source, name in zip(here.named, names, strict=True))
@@ -109,7 +109,7 @@ def test_a_configured_adapter_beside_one_that_came(served: Callable[[str], Serve
 
 
 def painted_while_it_is_removed(folder: Path, loras: tuple[Lora, ...]) -> list[torch.Tensor]:
-    """The latents of a job with ``loras`` and of one without, in turns; the adapters are removed after a step."""
+    """Return latents of alternating jobs with and without ``loras``, which are removed after a step."""
     checkpoint = Checkpoint(folder, runtime_loras=LoraLimits())
     model, sampler = checkpoint.denoiser(), checkpoint.sampler()
     assert isinstance(model.additions, LoraCache)
@@ -215,7 +215,7 @@ def with_config(**config: object) -> Callable[[Path], object]:
 
 
 def with_factors(rows: int, *, value: float = 1.0, **config: object) -> Callable[[Path], object]:
-    """Write LoKr as PEFT does, of four layers: two factors of ``rows`` values for a square matrix."""
+    """Write LoKr of four layers as PEFT does: two factors with ``rows`` values for a square matrix."""
 
     def write(path: Path) -> None:
         tensors: dict[str, torch.Tensor] = {}
@@ -289,7 +289,7 @@ def test_broken_files_are_refused(kind: str, served: Callable[[str], Served], tm
 
 
 def test_factors_are_multiplied_within_the_memory_of_adapters(served: Callable[[str], Served], tmp_path: Path) -> None:
-    """Small files could otherwise take all memory of a rank, before the sizes of layers are compared."""
+    """Otherwise a small file could use all memory of a rank before layer sizes are compared."""
     here = served("qwen")
     ink = Lora(name="ink", folder=folder_of(here.one, tmp_path / "folder"))
     with_factors(1024, r=1, alpha=1)(tmp_path / "folder" / LORA_FILE)

@@ -1,4 +1,4 @@
-"""The layout of MiniMax-H3's distilled adapters: makers' names, joined projections, and an alpha in the header."""
+"""Check the layout of MiniMax-H3's distilled adapters: original names, joined projections, alpha in the header."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TOLERANCE, SCALE, BLOCKS = 1e-4, 0.8, 2
 
 
 def turbo(folder: Path) -> Tensors:
-    """Pairs for the joined queries, keys and values, and for both layers of the MLP."""
+    """Return pairs for joined queries, keys and values, and for both MLP layers."""
     base, tensors = plain(folder), Tensors()
     for number in range(BLOCKS):
         own = {name: base[f"transformer_blocks.{number}.{name}.weight"].shape for name in ("attn.to_q", "ff.net.2")}
@@ -56,7 +56,7 @@ def test_it_equals_diffusers(header: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_the_alpha_of_a_header_counts_beside_whole_differences(tmp_path: Path) -> None:
-    """Pairs then reach the loader of diffusers without the rest of the file."""
+    """diffusers' loader then gets the pairs without the rest of the file."""
     torch.manual_seed(0)
     folder = MODELS["minimax h3"].make(tmp_path / "model")
     tensors, norm = turbo(folder), "token_refiner.refiner_blocks.0.norm1.weight"
@@ -68,7 +68,7 @@ def test_the_alpha_of_a_header_counts_beside_whole_differences(tmp_path: Path) -
 
 
 def test_rows_of_diffsynths_adapters_are_by_head(tmp_path: Path) -> None:
-    """DiffSynth-Studio trains the makers' own rows: queries, keys and values of a head follow each other."""
+    """DiffSynth-Studio trains rows in original order: queries, keys and values per head."""
     torch.manual_seed(0)
     heads, size, rank, width = 2, 128, 2, 48
     with init_empty_weights():

@@ -142,9 +142,9 @@ def test_what_a_u_net_takes_is_what_its_channels_say(
     defaults = checkpoint.defaults
     assert (defaults.min_pictures, defaults.takes_mask, defaults.needs_mask) == (1, True, True)
     defaults.check(defaults.request(num_pictures=1, has_mask=True))
-    with pytest.raises(ValueError, match="0 pictures came along"):
+    with pytest.raises(ValueError, match="0 input pictures were sent"):
         defaults.request(num_pictures=0, has_mask=False)
-    with pytest.raises(ValueError, match="paints what a mask marks, and none came along"):
+    with pytest.raises(ValueError, match="needs a mask: send one"):
         defaults.request(num_pictures=1, has_mask=False)
     usual = loaded(CASES["sdxl"].make)[0].defaults
     assert (usual.min_pictures, usual.needs_mask) == (0, False)

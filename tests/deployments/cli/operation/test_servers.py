@@ -75,7 +75,7 @@ def test_one_that_was_killed_is_no_server() -> None:
 
 def test_of_two_the_port_says_which() -> None:
     with server("http://127.0.0.1:8000") as first, server("http://127.0.0.1:8001") as second:
-        assert_one_line(troupe("stop"), "several servers run here", ":8000", ":8001")
+        assert_one_line(troupe("stop"), "several servers run here", ":8000", ":8001", "--url", "--port")
         assert_one_line(troupe("stop", "--port", "9"), "port 9", ":8000", ":8001")
         assert troupe("stop", "--port", "8001").exit_code == 0
         assert second.wait() == -signal.SIGTERM

@@ -13,6 +13,7 @@ import pytest
 
 from deployments.http.answers import Video
 from deployments.http.clip_events import is_news
+from engines.core.field_error import FieldError
 from engines.gang.errors import QueueFullError, TooLateError
 from pipelines.request import MediaRequest
 from tests.deployments.http.conftest import Watch, build, client_of
@@ -66,9 +67,9 @@ async def test_what_a_gang_does_not_take_is_refused_at_once(
 
 async def test_a_deadline_that_could_never_be_met(tmp_path: Path) -> None:
     message = "deadline_s is 1, and the steps alone take 2 s"
-    async with client_of(build(FailingService(ValueError(message)), tmp_path)) as client:
-        answer = await client.post(CREATE, json={"prompt": "a", "deadline_s": 1})
-        assert error_of(answer, 400)["message"] == message
+    async with client_of(build(FailingService(FieldError(message, "deadline_s")), tmp_path)) as client:
+        error = error_of(await client.post(CREATE, json={"prompt": "a", "deadline_s": 1}), 400)
+        assert (error["message"], error["param"]) == (message, "deadline_s")
 
 
 @pytest.mark.parametrize("failure", [LONG_WAIT, QueueFullError(3, 0.02)])

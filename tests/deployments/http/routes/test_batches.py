@@ -49,9 +49,24 @@ def results(client: openai.OpenAI, file_id: str | None) -> dict[str, dict[str, A
     return {one["custom_id"]: one["response"] for one in found}
 
 
+def assert_ids_are_logged(service: FakeService, *answers: dict[str, dict[str, Any]]) -> None:
+    """Check that those of refused requests, which made nothing, are ids too."""
+    ids = {one["request_id"] for several in answers for one in several.values()}
+    logged = {one.request_id.split("-")[0] for one in service.performed[1:]}
+    (refused,) = ids - logged
+    assert (logged < ids, refused[:4]) == (True, "req_")
+
+
+def assert_files_are_listed(client: openai.OpenAI, given: list[str]) -> None:
+    files = [one.id for one in client.files.list(limit=2)]
+    assert len(files) == len(given) + 3, "three came out"
+    assert [one.id for one in client.files.list(limit=2, order="asc")] == files[::-1]
+    assert [one.id for one in client.files.list(limit=1, purpose="batch", order="asc")] == given
+
+
 def test_pictures_and_clips_of_the_official_client(service: FakeService, tmp_path: Path) -> None:
     with (
-        serving(build(service, tmp_path, api_keys=("alpha",))) as url,
+        serving(build(service, tmp_path, api_keys=("alpha",), sends_request_id=False)) as url,  # as behind Ray's proxy
         openai.OpenAI(base_url=f"{url}/v1", api_key="alpha", max_retries=0, timeout=PATIENCE_S) as client,
     ):
         alone = client.images.generate(prompt="a", extra_body={"seed": 1})
@@ -78,10 +93,11 @@ def test_pictures_and_clips_of_the_official_client(service: FakeService, tmp_pat
         assert (set(good), len(good["r2"]["body"]["data"])) == ({"r0", "r2"}, 2)
         assert (bad["r1"]["status_code"], bad["r1"]["body"]["error"]["param"]) == (400, "seed")
         clips = results(client, batches[VIDEOS].output_file_id)
+        assert_ids_are_logged(service, good, clips, bad)
         assert {one["body"]["status"] for one in clips.values()} == {"completed"}
         assert client.videos.download_content(clips["r1"]["body"]["id"]).read()[4:8] == b"ftyp"
         assert [one.id for one in client.batches.list()] == [batches[VIDEOS].id, batches[IMAGES].id]
-        assert len([*client.files.list(limit=2)]) == 5, "two went in, three came out"
+        assert_files_are_listed(client, [batches[endpoint].input_file_id for endpoint in asked])
         assert client.files.delete(batch.input_file_id).deleted
         with pytest.raises(openai.NotFoundError):
             client.files.content(batch.input_file_id)

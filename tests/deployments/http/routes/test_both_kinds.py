@@ -58,7 +58,7 @@ async def test_clips_are_as_before(client: httpx.AsyncClient, service: FakeServi
         (VIDEOS, {"model": "fake-pictures"}, "model", "wrong_kind", "'fake-pictures' makes images, not videos"),
         (IMAGES, {"num_frames": 5}, "num_frames", "unknown_field", "num_frames"),
         (IMAGES, {"size": "640x640"}, "size", "invalid_value", "at most 16384 pixels"),
-        (EDITS, {"image": data_url(file_of(noise(48, 32)))}, "image", "invalid_value", "takes words alone"),
+        (EDITS, {"image": data_url(file_of(noise(48, 32)))}, "image", "invalid_value", "this model takes none"),
     ],
 )
 async def test_what_it_cannot_is_refused(

@@ -47,14 +47,14 @@ async def test_its_weight_and_steps_in_a_form(client: httpx.AsyncClient, service
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str, str]] = {
-    "no control": (ROUTE, {"model": MODEL}, "control_image", "follows a control picture, and none came along"),
+    "no control": (ROUTE, {"model": MODEL}, "control_image", "needs a control picture"),
     "by words": ("/v1/images/generations", {"model": MODEL}, "model", "follows pictures: send them along"),
-    "a picture": (ROUTE, {"model": MODEL, "image": URL, "control_image": URL}, "image", "takes words alone"),
+    "a picture": (ROUTE, {"model": MODEL, "image": URL, "control_image": URL}, "image", "this model takes none"),
     "another model": (
         ROUTE,
         {"model": "fake-edits", "image": URL, "control_image": URL},
         "control_image",
-        "takes none",
+        "this model takes no control picture",
     ),
     "a weight alone": (ROUTE, {"model": "fake-edits", "image": URL, "control_scale": 1}, "control_scale", "takes no"),
     "a weight beyond": (ROUTE, {"control_image": URL, "control_scale": 11}, "control_scale", "from 0 to 10"),

@@ -132,11 +132,11 @@ async def test_a_form_of_any_client(client: httpx.AsyncClient, service: FakeServ
 
 
 BAD = {
-    "no picture": ({"model": "fake-edits"}, 400, "image", "0 pictures came along; this model takes from 1 to 3"),
+    "no picture": ({"model": "fake-edits"}, 400, "image", "0 input pictures were sent; this model takes from 1 to 3"),
     "none for a model without": ({}, 400, "image", "image is required"),
-    "words alone": ({"model": "fake-pictures", "image": URLS[0]}, 400, "image", "this model takes words alone"),
+    "words alone": ({"model": "fake-pictures", "image": URLS[0]}, 400, "image", "this model takes none"),
     "a mask for a model without": ({"model": "fake-pictures", "mask": URLS[0]}, 400, "mask", "takes no mask"),
-    "too many": ({"image": [URLS[0]] * 4}, 400, "image", "4 pictures came along; this model takes from 1 to 3"),
+    "too many": ({"image": [URLS[0]] * 4}, 400, "image", "4 input pictures were sent; this model takes from 1 to 3"),
     "elsewhere": ({"image": "https://a.example/b.png"}, 400, "image", "pictures are not fetched from elsewhere"),
     "an uploaded file": ({"images": [{"file_id": "file-1"}]}, 400, "images", "it must be a picture"),
     "a number": (

@@ -92,7 +92,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "of a model without": (
         {"layers": 2, "model": "fake-edits", "prompt": "a"},
         "layers",
-        "layers is 2; this model makes whole pictures alone",
+        "layers is 2; this model makes whole pictures: leave it out",
     ),
     "jpeg": ({"output_format": "jpeg"}, "output_format", "which knows no transparency"),
     "opaque": ({"background": "opaque"}, "background", "layers are transparent"),
@@ -100,7 +100,7 @@ BAD: dict[str, tuple[dict[str, Any], str, str]] = {
     "spaces for a model that needs words": (
         {"model": "fake-edits", "prompt": " "},
         "prompt",
-        "prompt is ' ': it must say something",
+        "prompt is ' ': it must hold more than spaces",
     ),
 }
 

@@ -249,25 +249,25 @@ async def test_clips_and_files_of_other_keys_are_not_there(locked: httpx.AsyncCl
 
 
 REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
-    "a model of words": ({"model": "fake-clips", "video": URL}, "video", "a clip came along; this model takes none"),
-    "no clip": ({"model": CHANGED}, "video", "this model changes clips, and none came along"),
+    "a model of words": ({"model": "fake-clips", "video": URL}, "video", "this model takes no input clip"),
+    "no clip": ({"model": CHANGED}, "video", "this model needs an input clip"),
     "too long": ({"model": CONTINUED, "video": URL, "fps": 24}, "video", "more than 17 frames at 24 fps"),
     "too short": ({"model": CONTINUED, "video": URL, "fps": 2}, "video", "video has 3 frames"),
     "more than it has": ({"video": URL, "num_frames": 17}, "num_frames", "17 frames at 8 fps, and video has 9"),
     "more seconds": ({"video": URL, "seconds": 3}, "seconds", "seconds is 3, which is 25 frames at 8 fps"),
     "a size": ({"video": URL, "size": "50x50"}, "size", "multiples of 16"),
     "frames": ({"video": URL, "num_frames": 8}, "num_frames", "1 + a multiple of 4"),
-    "two clips": ({"video": [URL, URL]}, "video", "2 clips came along; this model takes 1 at most"),
+    "two clips": ({"video": [URL, URL]}, "video", "2 input clips were sent; this model takes at most 1"),
     "an unknown key": ({"video": {"url": URL}}, "video", "it must be one clip"),
     "no id": ({"video": {"file_id": "a.mp4"}}, "video", '{"file_id": that of a file of /v1/files}'),
     "a file in place of an id": ({"video": {"id": URL}}, "video", '{"id": that of a clip of /v1/videos}'),
     "another address": ({"video": "https://example.com/a.mp4"}, "video", "clips are not fetched from elsewhere"),
     "noise": ({"video": data_url(b"noise", "video/mp4")}, "video", "is no clip that can be read"),
-    "no sound": ({"video": URL, "keep_audio": True}, "keep_audio", "no clip with a sound came along"),
+    "no sound": ({"video": URL, "keep_audio": True}, "keep_audio", "no input clip has a sound"),
     "a sound of no clip": ({"model": CONTINUED, "keep_audio": True}, "keep_audio", "does not run beside the clip"),
     "a sound for words": ({"model": "fake-clips", "keep_audio": True}, "keep_audio", "takes no clip"),
     "two sounds": ({"video": URL, "keep_audio": True, "generate_sound": True}, "keep_audio", "a sound of its own"),
-    "a picture as well": ({"video": URL, "input_reference": URL}, "input_reference", "1 picture came along"),
+    "a picture as well": ({"video": URL, "input_reference": URL}, "input_reference", "1 input picture was sent"),
 }
 
 
@@ -285,12 +285,12 @@ async def test_a_remix_needs_a_clip_that_is_there_and_a_model_that_takes_it(tmp_
         before = await source(client)
         remix = f"{VIDEOS}/{before['id']}/remix"
         error = error_of(await client.post(remix, json={"prompt": "b"}), 400)
-        assert (error["param"], "this model takes none" in error["message"]) == ("video", True)
+        assert (error["param"], "takes no input clip" in error["message"]) == ("video", True)
         error_of(await client.post(f"{VIDEOS}/video_{'0' * 32}/remix", json={"prompt": "b"}), 404)
     for field in ("video", "input_reference"):
         async with client_of(build(FakeService(takes_clips=True), tmp_path)) as client:
             error = error_of(await client.post(remix, json={"prompt": "b", field: URL}), 400)
-            assert (error["param"], "the path names the clip" in error["message"]) == (field, True)
+            assert (error["param"], "the path names the input clip" in error["message"]) == (field, True)
 
 
 async def test_a_clip_that_is_not_finished_cannot_be_changed(tmp_path: Path) -> None:
@@ -384,7 +384,7 @@ async def test_references_are_a_clip_and_pictures(
     await made(client, await client.post(VIDEOS, json={**fields, "input_reference": pictures[:1]}))
     assert (service.performed[-1].num_pictures, service.performed[-1].num_video_frames) == (1, 0)
     refused = error_of(await client.post(VIDEOS, json=fields), 400)
-    assert (refused["param"], refused["message"].split(":")[0]) == ("input_reference", "no reference came along")
+    assert (refused["param"], refused["message"].split(":")[0]) == ("input_reference", "this model needs a reference")
 
 
 async def test_the_list_of_models_says_what_references_are(
@@ -418,9 +418,12 @@ async def test_references_are_several_clips_with_their_sound(
     assert service.performed[-1].sound_samples == ()
     assert [one.sound for one in service.inputs[-1].videos] == [None] * 3
     error = error_of(await client.post(VIDEOS, json={**fields, "video": [URL] * 4}), 400)
-    assert (error["param"], "4 clips came along; this model takes 3 at most" in error["message"]) == ("video", True)
+    assert (error["param"], "4 input clips were sent; this model takes at most 3" in error["message"]) == (
+        "video",
+        True,
+    )
     error = error_of(await client.post(VIDEOS, json={**fields, "video": [URL], "keep_audio": True}), 400)
-    assert (error["param"], "no clip with a sound" in error["message"]) == ("keep_audio", True)
+    assert (error["param"], "no input clip has a sound" in error["message"]) == ("keep_audio", True)
     cards = {card["id"]: card for card in (await client.get("/v1/models")).json()["data"]}
     limits = cards[referred]["defaults"]
     assert (limits["max_videos"], limits["video_sound_rate"]) == (3, 16_000)

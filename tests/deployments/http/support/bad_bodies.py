@@ -6,9 +6,9 @@ from typing import Any
 
 BAD_IMAGES: dict[str, tuple[str | bytes, str | None, str]] = {
     "no prompt": ('{"n": 1}', "prompt", "required"),
-    "empty prompt": ('{"prompt": ""}', "prompt", "must say something"),
+    "empty prompt": ('{"prompt": ""}', "prompt", "must hold more than spaces"),
     "null prompt": ('{"prompt": null}', "prompt", "prompt is required"),
-    "blank prompt": ('{"prompt": " \\n "}', "prompt", "must say something"),
+    "blank prompt": ('{"prompt": " \\n "}', "prompt", "must hold more than spaces"),
     "prompt with NUL": ('{"prompt": "a\\u0000"}', "prompt", "character U+0000"),
     "prompt not text": ('{"prompt": 5}', "prompt", "prompt is 5: it must be text"),
     "long name": ('{"prompt": "a", "user": "%s"}' % ("a" * 513), "user", "at most 512 characters"),
@@ -61,7 +61,7 @@ BAD_IMAGES: dict[str, tuple[str | bytes, str | None, str]] = {
     "format": ('{"prompt": "a", "output_format": "gif"}', "output_format", "it must be png, jpeg or webp"),
     "quality": ('{"prompt": "a", "quality": "best"}', "quality", "auto, low, medium, high, standard or hd"),
     "transparent": ('{"prompt": "a", "background": "transparent"}', "background", "this model makes is opaque"),
-    "beneath nothing": ('{"prompt": "a", "background": "navy"}', "background", "and none came along; send them"),
+    "beneath nothing": ('{"prompt": "a", "background": "navy"}', "background", "and there are none; send some"),
     "no colour": ('{"prompt": "a", "background": "#12345"}', "background", "it must be opaque, auto, or the colour"),
     "style": ('{"prompt": "a", "style": "cubist"}', "style", "it must be vivid or natural"),
     "switch of a peer": (
@@ -104,7 +104,7 @@ BAD_VIDEOS: dict[str, tuple[dict[str, Any], str | None, str]] = {
     "fps": ({"fps": 0}, "fps", "from 1 to 120"),
     "image model": ({"model": "fake-pictures"}, "model", "makes images, not videos"),
     "guidance": ({"guidance_scale": 2.5, "true_cfg_scale": 3}, "guidance_scale", "give one of them"),
-    "reference": ({"input_reference": "x"}, "input_reference", "1 picture came along; this model takes words alone"),
+    "reference": ({"input_reference": "x"}, "input_reference", "1 input picture was sent; this model takes none"),
     "strength": ({"strength": 0.5}, "strength", "this model takes no strength"),
     "two clips": ({"n": 2}, "n", "n is 2; a request makes one clip"),
     "two outputs": ({"num_outputs_per_prompt": 2}, "num_outputs_per_prompt", "a request makes one clip"),

@@ -143,7 +143,7 @@ def test_the_shortest_clip_is_encoded_at_any_rate(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "param", "told"),
     [
-        ({}, "input_reference", "no reference came along"),
+        ({}, "input_reference", "this model needs a reference"),
         ({"input_reference": [file_of(picture(32, 32))] * 10}, "input_reference", "takes from 0 to 9"),
         ({"input_reference": [file_of(picture(160, 32))]}, "input_reference", "at most 4 times the other"),
         ({"video": clip_file(64, 32, 12)}, "video", "video has 12 frames at the clip's rate; this model takes from 13"),

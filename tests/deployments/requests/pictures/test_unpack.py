@@ -196,7 +196,7 @@ def test_bytes_and_numbers_are_limited() -> None:
         assert error.code == "picture_too_large"
         assert "a picture may have 100 at most" in str(error)
     error = refusal(data, data, limits=PictureLimits(max_input_pictures=1))
-    assert "2 pictures came along; the limit is 1" in str(error)
+    assert "2 input pictures were sent; the limit is 1" in str(error)
 
 
 @pytest.mark.parametrize("field", ["max_input_pictures", "max_picture_bytes", "max_picture_pixels"])

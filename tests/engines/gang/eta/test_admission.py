@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from engines.core.field_error import FieldError
 from engines.gang import gang as gang_module
 from engines.gang.errors import TooLateError
 from engines.gang.eta.admission import AWAKE, JobAdmission, WakeUp
@@ -256,8 +257,9 @@ def test_without_a_longest_wait_all_wait() -> None:
 def test_a_deadline_leaves_time_to_decode() -> None:
     """A small job takes a second, and decoding another 0.4; the prediction covers the steps alone."""
     door = Door(max_wait_s=None)
-    with pytest.raises(ValueError, match=r"deadline_s is 1\.3, and the steps and decoding alone take 1\.4 s"):
+    with pytest.raises(FieldError, match=r"deadline_s is 1\.3, and the steps and decoding alone take 1\.4 s") as never:
         door.open("never", SMALL, deadline_s=1.3, decode_s=0.4)
+    assert never.value.field == "deadline_s"
     assert refused(door, "came late", SMALL, deadline_s=1.5, decode_s=0.4, waited_s=0.2).predicted_s == 1.6
     assert door.open("in time", SMALL, deadline_s=1.5, decode_s=0.4) == pytest.approx(SMALL_S)
     refusal = refused(door, "behind it", SMALL, deadline_s=2.2, decode_s=0.4)

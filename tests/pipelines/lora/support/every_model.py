@@ -1,4 +1,4 @@
-"""A tiny checkpoint of each model with blocks, and what diffusers makes of a request with an adapter loaded."""
+"""A tiny checkpoint of each model with blocks, and diffusers' latents with an adapter."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ World = Callable[[], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Model(Clip):
-    """``reference`` takes what is done to the pipeline besides. ``divided`` is the strategy of two ranks, if any.
+    """A tiny model. ``reference`` takes changes of the pipeline; ``divided`` is the strategy of two ranks, if any.
 
     In its ``world`` are parts that cannot be loaded here. ``is_long``: it takes many seconds.
     """
@@ -64,7 +64,7 @@ class Model(Clip):
 
 @dataclass(frozen=True, kw_only=True)
 class Animated(Model):
-    """A character's picture and a driving clip come along."""
+    """Its inputs are a character's picture and a driving clip."""
 
     num_pictures: int = 1
     num_video_frames: int = 5
@@ -75,7 +75,7 @@ class Animated(Model):
 
 
 def as_given(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
-    """Of FLUX.3, without the model that rewrites prompts."""
+    """Return FLUX.3's latents without the model that rewrites prompts."""
 
     def both(pipeline: Any) -> None:
         tiny_flux3.encode_as_given(pipeline)
@@ -90,19 +90,19 @@ def chunks(folder: Path, request: MediaRequest, images: Images, change: Change) 
 
 
 def turbo(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
-    """Of Ideogram 4, by the preset for few steps."""
+    """Return Ideogram 4's latents by the preset for few steps."""
     schedule = {"guidance_schedule": (7.0,) * (request.num_inference_steps - 1) + (3.0,), "mu": 0.5, "std": 1.75}
     return {"latents": own_state(folder, request, change=change, **schedule).get("latents")}
 
 
 def one_step_more(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
-    """Of MiniMax H3: diffusers counts the end of the last step as one."""
+    """Return MiniMax-H3's latents: diffusers counts the end of the last step as a step."""
     state = own_state(folder, request, change=change, num_inference_steps=request.num_inference_steps + 1)
     return {name: state.get(name) for name in ("latents", "audio_latents")}
 
 
 def animated(folder: Path, request: MediaRequest, images: Images, change: Change) -> Latents:
-    """Without the picture's latent frame."""
+    """Return latents without the picture's latent frame."""
     inputs = {"image": picture(request.width, request.height, 3), "driving_video": list(images)}
     latents: list[Tensor] = []
 
@@ -117,7 +117,7 @@ def animated(folder: Path, request: MediaRequest, images: Images, change: Change
 
 
 def loading(name: str, make: Callable[[], Any]) -> World:
-    """``make()`` in place of the processor that needs torchvision."""
+    """Replace the processor that needs torchvision by ``make()``."""
 
     @contextmanager
     def world() -> Any:
@@ -129,7 +129,7 @@ def loading(name: str, make: Callable[[], Any]) -> World:
 
 @contextmanager
 def loading_for_words() -> Any:
-    """Of Wan Animate 2: diffusers' loader looks for a setting of Wan's transformer, which this one has not."""
+    """Skip a step of diffusers' loader that reads a setting which Wan Animate 2's transformer lacks."""
 
     def as_it_is(cls: type, transformer: Any, state_dict: dict[str, Tensor]) -> dict[str, Tensor]:
         return state_dict
@@ -195,7 +195,7 @@ def painted(
     mixes: tuple[tuple[Lora, ...], ...],
     limits: LoraLimits | None = None,
 ) -> list[dict[str, Tensor]]:
-    """The latents of a job with each of ``mixes``, a step of each in turns, by all ranks there are.
+    """Return latents of a job with each of ``mixes``, made one step of each in turn, by all ranks.
 
     With ``limits``, adapters may come at run time.
     """
@@ -218,7 +218,7 @@ def painted(
 
 
 def latents_of(values: Mapping[str, Any]) -> dict[str, Tensor]:
-    """By name; of a clip that is made in chunks all in one."""
+    """Return latents by name; those of a clip in chunks are concatenated."""
     if "latent_chunks" in values:
         return {"latents": torch.cat(values["latent_chunks"], dim=2)}
     if "finished_segments" in values:

@@ -1,4 +1,4 @@
-"""Tiny models with two adapters, and jobs with either, both or none of them in turns."""
+"""Tiny models with two adapters, and alternating jobs with either, both or none."""
 
 from __future__ import annotations
 
@@ -77,14 +77,14 @@ def expected(folder: Path, request: MediaRequest, adapters: tuple[tuple[Path, fl
 
 @cache
 def encoded(folder: Path, request: MediaRequest, device: str, dtype: torch.dtype) -> bytes:
-    """The conditioning as it travels, made once in a process: no adapter changes an encoder."""
+    """Return the packed conditioning, made once in a process: adapters do not change encoders."""
     return pickle.dumps(Checkpoint(folder, device, dtype).text_encoder().encode(request))
 
 
 def painted(
     folder: Path, sources: tuple[LoraSource, ...], requests: list[MediaRequest], setting: Setting
 ) -> list[Tensor]:
-    """The latents of ``requests``, a step of each in turns, as a gang that works on all of them makes them."""
+    """Return the latents of ``requests``, made one step of each in turn, as a gang does."""
     limits = setting.runtime_loras
     checkpoint = Checkpoint(folder, setting.device, setting.dtype, loras=sources, runtime_loras=limits)
     model = checkpoint.denoiser(sliced=setting.sliced)
@@ -107,7 +107,7 @@ def painted(
 
 
 def folder_of(adapter: Path, folder: Path) -> str:
-    """The adapter as it lies in the data directory when it has come at run time."""
+    """Return the folder of the adapter in the data directory, as added at run time."""
     folder.mkdir(parents=True)
     (file,) = adapter.glob("*.safetensors")
     shutil.copy(file, folder / LORA_FILE)

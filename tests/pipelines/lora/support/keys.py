@@ -1,4 +1,4 @@
-"""Adapters of a few layers, key by key, and what they change in a model's weights."""
+"""Adapters of a few layers, key by key, and their changes of a model's weights."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def plain(folder: Path) -> Tensors:
 
 
 def added(folder: Path, file: Path, part: str = "") -> Tensors:
-    """What an adapter changes, by the names of parameters."""
+    """Return the changes of an adapter by parameter name."""
     module, *_ = Checkpoint(folder, loras=[LoraSource(path=str(file), part=part)]).denoiser().modules.values()
     base = plain(folder)
     return {name: x - base[name] for name, x in module.state_dict().items() if not torch.equal(x, base[name])}
 
 
 def pair(key: str, rows: int, columns: int, *, spelling: str = "down", alpha: float | None = None) -> Tensors:
-    """A layer's pair as kohya's scripts write it, or as PEFT does."""
+    """Return a layer's pair as written by kohya's scripts, or by PEFT."""
     down, up = SPELLINGS[spelling]
     said = {} if alpha is None else {f"{key}.alpha": torch.tensor(alpha)}
     return {f"{key}.{down}.weight": torch.randn(RANK, columns), f"{key}.{up}.weight": torch.randn(rows, RANK)} | said

@@ -1,4 +1,4 @@
-"""Small adapters as training scripts write them: made by PEFT, saved by diffusers; and what diffusers makes of them."""
+"""Small adapters as training scripts write them (PEFT, diffusers), and diffusers' latents with them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def linears_of(module: nn.Module) -> list[str]:
 
 
 def adapted(folder: Path, seed: int, **config: Any) -> Any:
-    """The transformer with a random adapter on every linear layer, large enough to change the picture."""
+    """Return the transformer with a random adapter on every linear, large enough to change the picture."""
     transformer: Any = next(iter(Checkpoint(folder).denoiser().modules.values()))
     settings: dict[str, Any] = {"r": 4, "lora_alpha": 6, "target_modules": linears_of(transformer), **config}
     transformer.add_adapter(LoraConfig(**settings, init_lora_weights=False))
@@ -41,8 +41,10 @@ def adapted(folder: Path, seed: int, **config: Any) -> Any:
 
 
 def write_lora(folder: Path, path: Path, seed: int, *, says_alpha: bool = True, **config: Any) -> Path:
-    """A folder with ``pytorch_lora_weights.safetensors`` for the model in ``folder``, or PEFT's own where diffusers has
-    no loader of adapters for its pipeline."""
+    """Write ``pytorch_lora_weights.safetensors`` for the model in ``folder`` and return its folder.
+
+    The file is PEFT's own where diffusers has no adapter loader for the pipeline.
+    """
     transformer = adapted(folder, seed, **config)
     pipeline_class = type(open_modular(folder))
     if not hasattr(pipeline_class, "save_lora_weights"):
@@ -58,7 +60,7 @@ def write_lora(folder: Path, path: Path, seed: int, *, says_alpha: bool = True, 
 
 
 def write_peft(transformer: Any, path: Path) -> Path:
-    """What PEFT saves of a model that it made: ``adapter_model.safetensors`` with ``adapter_config.json``."""
+    """Write what PEFT saves: ``adapter_model.safetensors`` with ``adapter_config.json``."""
     path.mkdir()
     layers = get_peft_model_state_dict(transformer)
     save_file({f"base_model.model.{key}": x.contiguous() for key, x in layers.items()}, path / PEFT)
@@ -69,7 +71,7 @@ def write_peft(transformer: Any, path: Path) -> Path:
 
 
 def loader(adapters: Mapping[Path, float]) -> Change:
-    """Puts adapters, with their scales, into a pipeline of diffusers: by its own loader, or by PEFT's."""
+    """Return a function that loads adapters with scales into a pipeline, by diffusers' loader or PEFT's."""
 
     def load(pipeline: Any) -> None:
         names = [f"adapter-{number}" for number in range(len(adapters))]
@@ -85,7 +87,7 @@ def loader(adapters: Mapping[Path, float]) -> Change:
 
 
 def load_by_peft(transformer: Any, adapters: Mapping[str, tuple[Path, float]]) -> None:
-    """PEFT replaces the linears of ``transformer`` in place."""
+    """Load adapters by PEFT, which replaces the linears of ``transformer`` in place."""
     model: Any = None
     for name, (path, scale) in adapters.items():
         if model is None:
@@ -100,7 +102,7 @@ def load_by_peft(transformer: Any, adapters: Mapping[str, tuple[Path, float]]) -
 
 
 def reference(folder: Path, request: MediaRequest, adapters: Mapping[Path, float]) -> Tensor:
-    """The latents of diffusers' own pipeline with its own adapters."""
+    """Return latents of diffusers' own pipeline with its own adapters."""
     latents: Tensor = own_state(folder, request, change=loader(adapters)).get("latents")
     return latents
 

@@ -144,16 +144,16 @@ def test_a_step_at_full_size_is_what_a_gpu_can_record() -> None:
 @pytest.mark.parametrize(
     ("number", "indices", "told"),
     [
-        (3, (), "3 pictures came along: say in frame_indices"),
-        (2, (0,), "frame_indices has 1 numbers, and 2 pictures came along"),
+        (3, (), "3 input pictures were sent: say in frame_indices"),
+        (2, (0,), "frame_indices has 1 numbers for 2 input pictures"),
         (1, (5,), "frame_indices has 5; it must be from 0 to 4, or from -5 to -1"),
         (1, (-6,), "frame_indices has -6"),
         (2, (1, 2), "two pictures belong to one place of the clip"),
-        (9, tuple(range(5)), "9 pictures came along; this model takes from 0 to 8"),
+        (9, tuple(range(5)), "9 input pictures were sent; this model takes from 0 to 8"),
     ],
 )
 def test_places_that_cannot_be_are_refused(number: int, indices: tuple[int, ...], told: str, folder: Path) -> None:
     with pytest.raises(ValueError, match=told):
         request_of("three", folder, num_pictures=number, frame_indices=indices)
-    with pytest.raises(ValueError, match="frame_indices are not for this model"):
+    with pytest.raises(ValueError, match="takes no frame_indices"):
         Checkpoint.open("wan-shapes", weights=False).defaults.request(frame_indices=(0,))

@@ -377,7 +377,7 @@ def test_the_published_defaults_and_what_they_need(folders: Callable[[Any], Path
     assert base.capabilities == ("image-to-video", "video-to-video")
     with pytest.raises(ValueError, match="this model takes exactly 1"):
         base.request(num_pictures=0)
-    with pytest.raises(ValueError, match="none came along: send one as video"):
+    with pytest.raises(ValueError, match="needs an input clip: send one as video"):
         base.request(num_video_frames=0)
     sizes = {num_frames: Size(width=640, height=800, num_frames=num_frames) for num_frames in (81, 85, 965)}
     assert [base.num_steps_of(base.request(sizes[num_frames])) for num_frames in (81, 85)] == [40, 80]
