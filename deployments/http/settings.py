@@ -54,7 +54,7 @@ class ApiLimits(PictureLimits):
     """Folders where a client may name an adapter by its path."""
     max_stored_bytes: int = 16 << 30
     """Limit of the files that one key uploads under ``/v1/files``, and those of its batches."""
-    keep_batches_s: float | None = 30 * 86400
+    keep_batches_s: float | None = None
     """Age at which records of ended batches are deleted; None keeps them."""
 
     def __post_init__(self) -> None:

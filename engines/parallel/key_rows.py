@@ -30,9 +30,16 @@ def fixed_rows(local: Kernel, layout: TokenLayout, first: int, num: int) -> Kern
 
 def rows_at_run_time(local: Kernel, layout: TokenLayout, first: int, num: int) -> Kernel:
     """Return a kernel that finds the rows of the current forward's layout: see ``CropKeys``."""
-    if layout.num_chunks == 1:
-        return local
-    streams, number = streams_of(layout), _numbered(local)
+    return local if layout.num_chunks == 1 else _operation(local, streams_of(layout), first, num)
+
+
+def as_operation(local: Kernel) -> Kernel:
+    """Return ``local`` as one operation: compiled code then holds no choice that it makes by size."""
+    return _operation(local, "", 0, 0)
+
+
+def _operation(local: Kernel, streams: str, first: int, num: int) -> Kernel:
+    number = _numbered(local)
 
     def kernel(
         q_BLHD: Tensor,
@@ -109,7 +116,8 @@ def _attend(
     num: int,
     number: int,
 ) -> tuple[Tensor, Tensor]:
-    kernel = crop_keys(rank_resources().get(LocalKernels)[number], valid_rows(current_layout(streams), first, num))
+    rows = valid_rows(current_layout(streams), first, num) if streams else None
+    kernel = crop_keys(rank_resources().get(LocalKernels)[number], rows)
     prefix = None if reach_L is None or place_M is None else Prefix(reach_L, place_M)
     out_BLHD, lse_BHL = kernel(q_BLHD, k_BMGD, v_BMGD, mask_BM=mask_BM, prefix=prefix)
     return out_BLHD.contiguous(), lse_BHL.contiguous()

@@ -20,6 +20,7 @@ from engines.core.attention import Kernel, Prefix
 from engines.core.model import Arguments
 from engines.core.tensors import is_exporting
 from engines.parallel.copies import is_weightless
+from engines.parallel.key_rows import as_operation
 from engines.parallel.local_attention import local_kernel
 from engines.parallel.offload import on_device
 from pipelines.models.qwen_image21.call import CONDITION, GRIDS, LATENTS, PLACES, SLOT, TEXT, TIMESTEP, num_seen
@@ -126,7 +127,7 @@ def _encode_seen(module: Any, call: Mapping[str, Any], timestep: Tensor) -> dict
     _, modulation_BC = _modulation(module, time, x_BPC)
     several_2BPHD = list[Tensor]()
     runs = tuple(_segments(numbers_M[:num].tolist()))
-    segments = Segments(kernel=local_kernel(x_BPC.device, x_BPC.dtype), runs=runs)
+    segments = Segments(kernel=as_operation(local_kernel(x_BPC.device, x_BPC.dtype)), runs=runs)
     for block in module.transformer_blocks:
         layer_cache = list[Tensor]()  # compiled code is made for a list's length
         options = {"rotary_emb": rotation_MD[:num], "layer_cache": layer_cache, "segments": segments}

@@ -172,7 +172,7 @@ def test_a_step_is_counted_without_what_is_made_once_a_job(folder: Path) -> None
     """Its memory is counted."""
     model = Checkpoint(folder).denoiser()
     counted = profile(model)
-    assert counted.num_attentions == 2
+    assert counted.num_attentions == 3
     assert counted.streams.keys() == {"painted"}
     branch, module = model.probe()[0], model.modules["transformer"]
     made = hoisted(module, branch.arguments)[KEYS_VALUES].numel()
