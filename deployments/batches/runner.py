@@ -26,6 +26,8 @@ REFUSED = (429, 503)
 """Statuses after which a request is sent again."""
 ORPHAN_S = 3600.0
 """Time for which content without a record stays, since its record may be on its way. Interval of deletions."""
+CONTENT = ("file-", "batch_")
+"""How the names of files, and of folders of batches, begin."""
 LINE_KEYS = {"custom_id", "method", "url", "body"}
 
 Send = Callable[[str, str, Mapping[str, Any], str], Awaitable[tuple[int, Mapping[str, str], Any]]]
@@ -82,7 +84,8 @@ class BatchRunner:
             return
         if self._keep_s is not None:
             await self._store.remove_ended(time.time() - self._keep_s)
-        found = await asyncio.to_thread(self._contents.names, "") - await self._store.content_names()
+        names = {name for name in await asyncio.to_thread(self._contents.names, "") if name.startswith(CONTENT)}
+        found = names - await self._store.content_names()
         for name in self._orphans & found:
             await asyncio.to_thread(self._contents.remove, name)
         self._orphans, self._looked_s = found, time.monotonic()

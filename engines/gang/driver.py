@@ -28,6 +28,9 @@ from engines.gang.watchdog import Watchdog, answer_of, answers_within
 
 logger = logging.getLogger(__name__)
 
+LET_GO_S = 5.0
+"""Limit of the time for which a job that has ended waits until ranks have its conditioning."""
+
 
 def handed_on() -> GangBrokenError:
     return GangBrokenError("the gang takes no more jobs", "closed")
@@ -140,10 +143,13 @@ class Driver:
             self._drop(open_job)
 
     async def let_go(self, open_job: OpenJob) -> None:
-        """Return once the ranks have the job's conditioning, or it is sent to none: see ``open``."""
+        """Return once the ranks have the job's conditioning, or it is sent to none: see ``open``.
+
+        After ``LET_GO_S`` it returns anyway: the caller has left, and Ray keeps the object.
+        """
         waits = [asyncio.ensure_future(event.wait()) for event in (open_job.let_go, self.ended)]
         try:
-            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(waits, timeout=LET_GO_S, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for wait in waits:
                 wait.cancel()

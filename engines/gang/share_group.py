@@ -18,7 +18,7 @@ State = Literal["waiting", "loading", "awake", "asleep"]
 GANG = "denoiser"
 """The stage whose processes are the ranks of a gang."""
 PROCESS_BYTES = 6 * 2**30 // 10
-"""Memory of a process on its GPU beside PyTorch's: a CUDA context takes 0.6 GiB (measured on an H100 and an H200)."""
+"""Memory of a process on its GPU beside PyTorch's: a CUDA context took 0.6 GiB on an H100."""
 USABLE = 0.95
 """Share of a GPU's memory that is distributed; the rest is a reserve against fragmentation."""
 SILENT_S = 15.0
