@@ -21,7 +21,7 @@ from rich.table import Column, Table
 from deployments.cli.client import Client
 from deployments.cli.local import http_client
 from deployments.cli.progress import console
-from deployments.places import make_private, make_private_file
+from deployments.places import make_folder, make_private, make_private_file
 from deployments.requests.request_errors import printable
 from deployments.settings import Settings
 
@@ -65,6 +65,7 @@ def announce(url: str, metrics_url: str = "") -> None:
     """Register this process as the server at ``url`` for other commands, until it ends."""
     file = file_of(url)
     try:
+        make_folder(file.parent.parent)  # the application has not made it yet
         make_private(file.parent)
         make_private_file(file)
         record = file.open("a+")
