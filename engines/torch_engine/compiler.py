@@ -132,7 +132,7 @@ def _simplified(x: Any) -> Any:
     """Return ``x``, and its tuples, with tensors of the same memory that need few symbols.
 
     They are no views, whose whole tensors would have symbols, too. The last dim of numbers is features, not tokens.
-    A block of Qwen-Image 2.1 is traced in 7 s instead of 60.
+    Blocks of Qwen-Image 2.1 were traced in 13 s with this and in 60 s without, on one busy machine.
     """
     if isinstance(x, tuple):
         parts = map(_simplified, x)
