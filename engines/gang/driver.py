@@ -24,7 +24,7 @@ from engines.gang.ledger import InFlightStep, Ledger
 from engines.gang.metrics import GangMetrics
 from engines.gang.policies.policy import make_policy
 from engines.gang.rank import kill_ranks
-from engines.gang.watchdog import Watchdog, answer_of, answers_within
+from engines.gang.watchdog import Watchdog, answer_of, answers_within, any_is_set
 
 logger = logging.getLogger(__name__)
 
@@ -147,12 +147,7 @@ class Driver:
 
         After ``LET_GO_S`` it returns anyway: the caller has left, and Ray keeps the object.
         """
-        waits = [asyncio.ensure_future(event.wait()) for event in (open_job.let_go, self.ended)]
-        try:
-            await asyncio.wait(waits, timeout=LET_GO_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        await any_is_set(open_job.let_go, self.ended, within_s=LET_GO_S)
 
     def hand_on(self) -> None:
         """Take no more jobs, and fail those without a step, for another gang. The others end here."""

@@ -12,7 +12,7 @@ from engines.gang.eta.admission import AWAKE, WakeUp
 from engines.gang.gang_config import Clock, GangConfig
 from engines.gang.ledger import Ledger
 from engines.gang.metrics import GangMetrics
-from engines.gang.watchdog import answers_within
+from engines.gang.watchdog import answers_within, any_is_set
 
 
 class GangSleep:
@@ -59,12 +59,7 @@ class GangSleep:
     async def reached(self, *, asleep: bool, ended: asyncio.Event) -> None:
         """Wait until the state is reached, or another one is wanted, or the gang has ``ended``."""
         while self._is_asleep != asleep and self._wants_sleep == asleep and not ended.is_set():
-            waits = [asyncio.ensure_future(event.wait()) for event in (self._moved, ended)]
-            try:
-                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for wait in waits:
-                    wait.cancel()
+            await any_is_set(self._moved, ended)
 
     async def settle(self) -> bool:
         """Change the state if another one is wanted, after all steps in flight. The caller sends none meanwhile.

@@ -117,6 +117,16 @@ def _shapes(work: Work, jobs: Mapping[str, Job]) -> set[Hashable]:
     return {jobs[step.job_id].at(step.step).shape for step in work.job_steps} - {None}
 
 
+async def any_is_set(*events: asyncio.Event, within_s: float | None = None) -> None:
+    """Return once one of ``events`` is set, or after ``within_s`` seconds (None: no limit)."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=within_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
+
+
 async def answer_of(rank: int, ref: Any) -> Any:
     try:
         return await ref
