@@ -72,6 +72,16 @@ def open_rank_resources() -> RankResources:
     return _current
 
 
+class Numbered(list[T]):
+    """Values by their number, by which compiled code refers to them. None is dropped before the rank ends."""
+
+    def number_of(self, value: T) -> int:
+        """Return the number of ``value``, which is added if it is new."""
+        if value not in self:
+            self.append(value)
+        return self.index(value)
+
+
 class LRUCache(Generic[T]):
     """A cache of ``capacity`` entries. The least recently used is evicted, and freed, before another is made.
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from engines.core.attention import Kernel, Prefix
 from engines.core.layout import Rows, TokenLayout
-from engines.core.resources import rank_resources
+from engines.core.resources import Numbered, rank_resources
 from engines.parallel.local_attention import crop_keys
 
 CropKeys = Callable[[Kernel, TokenLayout, int, int], Kernel]
@@ -39,7 +39,7 @@ def as_operation(local: Kernel) -> Kernel:
 
 
 def _operation(local: Kernel, streams: str, first: int, num: int) -> Kernel:
-    number = _numbered(local)
+    number = rank_resources().get(LocalKernels).number_of(local)
 
     def kernel(
         q_BLHD: Tensor,
@@ -92,15 +92,8 @@ def valid_rows(layout: TokenLayout, first: int, num: int) -> Rows | None:
     return layout.valid_rows(first, num)
 
 
-class LocalKernels(list[Kernel]):
-    """Kernels of one device, by their number in the graph of a compiled module."""
-
-
-def _numbered(local: Kernel) -> int:
-    kernels = rank_resources().get(LocalKernels)
-    if local not in kernels:
-        kernels.append(local)
-    return kernels.index(local)
+class LocalKernels(Numbered[Kernel]):
+    """Kernels of one device."""
 
 
 @torch.library.custom_op("troupe::attend_rows", mutates_args=())

@@ -95,11 +95,13 @@ def _peer_kernel(local: Kernel, team: Team, streams: str, device: torch.device) 
     """Return attention through peer memory over the current forward's layout of these streams."""
     kernels, key = rank_resources().get(PeerKernels), (local, team.ulysses, team.allgather_kv, streams)
     layout = partial(current_layout, streams)
-    if key not in kernels and team.ulysses.size > 1:
-        kernels[key] = peer_ulysses(whole_masked_attention(local, layout), team.ulysses, device)
-    elif key not in kernels:
-        kernels[key] = peer_allgather_kv(masked_attention_of(local), team.allgather_kv, layout, device)
-    return kernels[key]
+    if key in kernels:
+        return kernels[key]
+    if team.ulysses.size > 1:
+        kernel = peer_ulysses(whole_masked_attention(local, layout), team.ulysses, device)
+    else:
+        kernel = peer_allgather_kv(masked_attention_of(local), team.allgather_kv, layout, device)
+    return kernels.setdefault(key, kernel)
 
 
 def meets_peers(team: Team) -> bool:

@@ -262,7 +262,7 @@ class _SentKeys(NamedTuple):
     keys_values_2BMGD: Tensor
     """This rank's part of it."""
     sent: tuple[Tensor, Tensor]
-    """What this rank sends, held until it has arrived."""
+    """Own keys and values, held until they have arrived."""
     valid: Rows | None
     """Unpadded rows of all ranks' chunks (None: all)."""
 

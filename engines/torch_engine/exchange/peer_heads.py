@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from engines.core.attention import EarlyKernel, Kernel, Prefix, heads_of_one
-from engines.core.resources import rank_resources
+from engines.core.resources import Numbered, rank_resources
 from engines.fast.interface import wait_for
 from engines.fast.kernels import HeadNorms
 from engines.parallel.collectives import Axis, join_masks
@@ -223,33 +223,24 @@ class KeysFirst(PeerAttention, Protocol):
         ...
 
 
-class PeerOperations(list[PeerAttention]):
-    """Operations of a rank, by their number in the graph of a compiled module.
-
-    None is dropped before the rank ends: a captured step may hold its memory.
-    """
+class PeerOperations(Numbered[PeerAttention]):
+    """Operations of a rank. Captured steps may hold their memory."""
 
 
 def one_operation(attention: PeerAttention, axis: Axis) -> Kernel:
     """Return a kernel without LSE and prefix, for ranks that all make the same calls."""
-    return _kernel(_numbered(attention), axis)
+    return _kernel(rank_resources().get(PeerOperations).number_of(attention), axis)
 
 
 def two_operations(attention: KeysFirst, axis: Axis) -> EarlyKernel:
     """Return the same in one operation, or in one that sends keys and values and one that attends to them."""
-    number = _numbered(attention)
+    number = rank_resources().get(PeerOperations).number_of(attention)
 
     def send(k_BKGD: Tensor, v_BKGD: Tensor, source: Tensor) -> Callable[[Tensor], Tensor]:
         _send(k_BKGD, v_BKGD, source, number)
         return lambda q_BLHD: _attend(q_BLHD, k_BKGD, v_BKGD, number)
 
     return EarlyKernel(attend=_kernel(number, axis), send=send)
-
-
-def _numbered(attention: PeerAttention) -> int:
-    operations = rank_resources().get(PeerOperations)
-    operations.append(attention)
-    return len(operations) - 1
 
 
 def _kernel(number: int, axis: Axis) -> Kernel:
