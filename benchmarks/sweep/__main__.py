@@ -1,7 +1,7 @@
 """Every published model at full size with random weights, once: through the whole application, on each number of GPUs.
 
     python -m benchmarks.sweep [MODEL ...] [--ranks 1 2] [--out FILE] [--limit-s 3000] [--again]
-        [--steps 6] [--frames 33] [--lock FILE]
+        [--steps 6] [--frames 33] [--lock FILE] [--twins]
 
 A model is written to ``--scratch`` with random weights, served by ``troupe serve``, asked for a picture or a clip three
 times and, where it takes pictures, for one that is made of some, and deleted. Models whose text encoders are not known
@@ -10,7 +10,8 @@ times and, where it takes pictures, for one that is made of some, and deleted. M
 Each is one line of JSON in ``--out``: its times, or the "error" that says why there are none. A sweep that is started
 again goes on with those that have no line (with ``--again``, also those that have an error). It begins none after
 ``--limit-s``. Sweeps of other models may run beside it, on the same GPU too: with the same ``--lock`` they write and
-start models side by side, and measure one after the other. It ends with 1 if it measured nothing.
+start models side by side, and measure one after the other. ``--twins`` writes transformers with one configuration
+once, such as both of Wan 2.2. It ends with 1 if it measured nothing.
 ``.ci/models_document.py`` makes a column of docs/reference/models.md of it.
 """
 
@@ -31,13 +32,10 @@ from benchmarks.models.folders import ENCODERS
 from benchmarks.serving.settings import write_model
 from benchmarks.sweep import whole
 from benchmarks.sweep.loop import Case, SweepRequest, add_run_options, check_room, run_all, turn_of
-from pipelines.checkpoint import Checkpoint
 from pipelines.loading import published_models
 
 OUT = Path("benchmarks/reports/sweep.jsonl")
 LONE = "benchmarks.sweep.lone"
-SPARE_BYTES = 24 * 2**30
-"""On the disk, beside a transformer: its text encoders and auto-encoder, and what Ray keeps."""
 LONE_S = 1200.0
 
 
@@ -64,9 +62,8 @@ def measured(name: str, ranks: int, arguments: argparse.Namespace) -> dict[str, 
     if name not in ENCODERS:
         return lone(name, ranks, arguments)
     with tempfile.TemporaryDirectory(prefix="troupe_sweep_", dir=arguments.scratch) as scratch:
-        needed = Checkpoint.of_configuration(name, "meta", "bfloat16").weights_bytes() + SPARE_BYTES
-        check_room(name, needed, arguments.scratch)
-        write_model(name, Path(scratch) / name)
+        check_room(name, arguments.scratch, twins=arguments.twins)
+        write_model(name, Path(scratch) / name, twins=arguments.twins)
         return whole.measured(Path(scratch) / name, ranks, settings, turn)
 
 

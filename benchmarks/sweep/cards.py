@@ -34,7 +34,6 @@ import httpx
 
 from benchmarks.application.client import PROMPT, Client, data_of, timing
 from benchmarks.faults.timeline import records_of
-from benchmarks.models.folders import first_twins
 from benchmarks.serving.application import Application, serving
 from benchmarks.serving.settings import write_model
 from benchmarks.sweep.card_sizes import card_bytes
@@ -54,8 +53,6 @@ OUT = Path("benchmarks/reports/cards.jsonl")
 FEW_STEPS = 4
 OTHER_PROMPT = "a green triangle between two yellow circles"
 CARD_LIMIT_S = 300.0
-SPARE_BYTES = 4 * 2**30
-"""On the disk, beside all weights: what Ray and compilers keep."""
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -149,7 +146,7 @@ def written(name: str, arguments: argparse.Namespace) -> Iterator[Path]:
         return
     unfinished = folder.with_name(f"{folder.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
-    check_room(name, disk_bytes(name, twins=arguments.twins) + SPARE_BYTES, arguments.scratch)
+    check_room(name, arguments.scratch, twins=arguments.twins)
     try:
         write_model(name, unfinished, twins=arguments.twins)
         unfinished.rename(folder)
@@ -160,22 +157,6 @@ def written(name: str, arguments: argparse.Namespace) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def disk_bytes(name: str, *, twins: bool) -> int:
-    """Return the bytes of all weights of ``name`` in bfloat16, also of parts that are float32 in memory."""
-    checkpoint = Checkpoint.of_configuration(name, "meta", "bfloat16")
-    parts = checkpoint.footprint(checkpoint.defaults.request())
-    first = first_twins(checkpoint.path)
-    modules = checkpoint.weightless().modules
-    steps = sum(
-        sum(weight.nbytes for weight in module.parameters())
-        for part, module in modules.items()
-        if not twins or first.get(part, part) == part
-    )
-    wide = checkpoint.spec.float32_parts
-    beside = (*parts.encoder.items(), *parts.decoder.items())
-    return steps + sum((size or 0) // (2 if part in wide else 1) for part, size in beside)
-
-
 def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="+", help="published, or folders")
@@ -184,7 +165,6 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     add_run_options(parser, OUT, "card")
     parser.add_argument("--card-limit-s", type=float, default=CARD_LIMIT_S, help="of the start and requests of a card")
     parser.add_argument("--keep", action="store_true", help="written models, for the next call")
-    parser.add_argument("--twins", action="store_true", help="write equal transformers once")
     parser.add_argument("--logs", type=Path, metavar="FOLDER", help="keeps the logs of each application")
     parser.set_defaults(steps=FEW_STEPS)
     return parser.parse_args(words)

@@ -19,12 +19,16 @@ from typing import Any, NoReturn
 import torch
 from filelock import FileLock
 
+from benchmarks.models.folders import first_twins
 from benchmarks.results import status_of
 from benchmarks.sweep.result_file import ERROR, Result, ResultFile
+from pipelines.checkpoint import Checkpoint
 from pipelines.defaults import Defaults
 from pipelines.size import Size, largest_num_frames
 
 FEW_STEPS = 6
+SPARE_BYTES = 4 * 2**30
+"""On the disk, beside all weights: what Ray and compilers keep."""
 MOST_SAID = 1000
 PATHS = re.compile(rf"(?:/tmp|{re.escape(str(Path.cwd()))})/[^\s:,]+")
 """Files of one machine, whose folders say nothing to others."""
@@ -121,8 +125,9 @@ def said_of(error: BaseException) -> str:
     return said if before is None or error.__suppress_context__ else f"{said_of(before)}; then {said}"
 
 
-def check_room(name: str, needed_bytes: int, folder: Path) -> None:
-    """Raise ValueError for a model that the disk has no room for."""
+def check_room(name: str, folder: Path, *, twins: bool) -> None:
+    """Raise ValueError if the disk of ``folder`` has no room for the model, written with or without ``twins``."""
+    needed_bytes = disk_bytes(name, twins=twins) + SPARE_BYTES
     free_bytes = shutil.disk_usage(folder).free
     if needed_bytes > free_bytes:
         raise ValueError(
@@ -131,10 +136,27 @@ def check_room(name: str, needed_bytes: int, folder: Path) -> None:
         )
 
 
+def disk_bytes(name: str, *, twins: bool) -> int:
+    """Return the bytes of all weights of ``name`` in bfloat16, also of parts that are float32 in memory."""
+    checkpoint = Checkpoint.of_configuration(name, "meta", "bfloat16")
+    parts = checkpoint.footprint(checkpoint.defaults.request())
+    first = first_twins(checkpoint.path)
+    modules = checkpoint.weightless().modules
+    steps = sum(
+        sum(weight.nbytes for weight in module.parameters())
+        for part, module in modules.items()
+        if not twins or first.get(part, part) == part
+    )
+    wide = checkpoint.spec.float32_parts
+    beside = (*parts.encoder.items(), *parts.decoder.items())
+    return steps + sum((size or 0) // (2 if part in wide else 1) for part, size in beside)
+
+
 def add_run_options(parser: argparse.ArgumentParser, out: Path, what: str) -> None:
     """Add the options of a sweep that goes on where it stopped."""
     parser.add_argument("--out", type=Path, default=out)
     parser.add_argument("--limit-s", type=float, default=float("inf"), help=f"after which no {what} is begun")
     parser.add_argument("--again", action="store_true", help="those that failed as well")
     parser.add_argument("--scratch", type=Path, default=Path(tempfile.gettempdir()), help="where models are written to")
+    parser.add_argument("--twins", action="store_true", help="write equal transformers once")
     SweepRequest.add_options(parser)

@@ -91,7 +91,7 @@ def test_a_model_that_the_disk_has_no_room_for_says_so(tmp_path: Path, monkeypat
     with pytest.raises(SystemExit, match="1"):
         program.main(["FLUX.1-dev", "--out", str(out), "--scratch", str(tmp_path)])
     (line,) = lines_of(out)
-    assert "FLUX.1-dev takes 46 GiB on the disk, 1 are free" in line["error"]
+    assert "FLUX.1-dev takes 36 GiB on the disk, 1 are free" in line["error"]
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_a_tiny_model_goes_through_the_whole_application_as_on_a_small_card(
     ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def serving(config: ServeConfig, ready_within_s: float) -> Iterator[Any]:
+    def serving(config: ServeConfig, ready_within_s: float, keep_logs_in: Path | None) -> Iterator[Any]:
         document = config.model_dump(mode="json")
         document["http_options"]["port"] = 0
         with live(ServeConfig.model_validate(document)) as url:
