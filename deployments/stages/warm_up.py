@@ -38,11 +38,12 @@ def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tu
 
     Without sizes, clips have few frames: some encoders read all frames, which takes minutes on a CPU.
     """
+    fitting = tuple(size for size in sizes if _fits(size, defaults)) or (_shortest(defaults),)
     if defaults.takes_words_alone:
-        request = defaults.request(prompt=PROMPT)
+        request = defaults.request(fitting[0], prompt=PROMPT)
         yield request, InputPictures(control=_grey(request)) if request.has_control else NO_PICTURES
     if defaults.max_pictures:
-        for size in sizes or (_shortest(defaults),):
+        for size in fitting:
             request = defaults.request(size, prompt=PROMPT, num_pictures=max(1, defaults.min_pictures))
             mask = _grey(request, "L") if request.has_mask else None
             control = _grey(request) if request.has_control else None
@@ -50,11 +51,16 @@ def typical_requests(defaults: Defaults, sizes: tuple[Size, ...]) -> Iterator[tu
             video = _grey_clip(request) if request.num_video_frames else None
             yield request, InputPictures(pictures=pictures, mask=mask, control=control, video=video)
     if defaults.needs_video and not defaults.min_pictures:
-        for size in sizes or (_shortest(defaults),):
+        for size in fitting:
             request = defaults.request(size, prompt=PROMPT)
             yield request, InputPictures(video=_grey_clip(request))
     for kind in defaults.kinds[1:]:
         yield from typical_requests(defaults.of(kind), sizes)
+
+
+def _fits(size: Size, defaults: Defaults) -> bool:
+    """Return whether requests of this kind may have ``size``. One frame is a picture's."""
+    return size.num_frames in {None, 1} if defaults.kind == "image" else size.num_frames != 1
 
 
 def _shortest(defaults: Defaults) -> Size:
