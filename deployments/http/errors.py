@@ -12,14 +12,14 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from sqlalchemy import exc
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import compile_path
 
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError, is_full
-from deployments.requests.request_errors import RequestError, shown
+from deployments.requests.request_errors import RequestError, is_user_error, shown
 from deployments.requests.validation import field_error
 from deployments.service.interface import ModelUnavailableError
 from deployments.usage.keeper import AccountsUnavailableError
@@ -137,9 +137,7 @@ def from_failure(failure: Exception) -> ApiError | None:
         case JobFailedError():
             message = f"The model failed at this request: {failure}"
             return ApiError(500, message, code="job_failed", headers={"x-should-retry": "false"})
-        case UnicodeError() | ValidationError():
-            return None
-        case ValueError():
+        case ValueError() if is_user_error(failure):
             return ApiError(400, str(failure), param=failure.field if isinstance(failure, FieldError) else None)
     return None
 
