@@ -20,7 +20,7 @@ from starlette.routing import compile_path
 
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError, is_full
 from deployments.requests.request_errors import RequestError, is_user_error, shown
-from deployments.requests.validation import field_error
+from deployments.requests.validation import first_error
 from deployments.service.interface import ModelUnavailableError
 from deployments.usage.keeper import AccountsUnavailableError
 from deployments.usage.quotas import LimitReachedError
@@ -216,6 +216,6 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     route = request.scope.get("route")
     queries = [one.field_info.annotation for one in route.dependant.query_params] if isinstance(route, APIRoute) else []
     fields = {name: field for query in queries for name, field in getattr(query, "model_fields", {}).items()}
-    failure = from_failure(field_error(error.errors(), fields))
+    failure = from_failure(first_error(error.errors(), fields))
     assert failure is not None
     return failure.response()
