@@ -24,6 +24,8 @@ from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.stages.stage_config import STRICT, ApiScalingConfig, ScaledConfig
 from pipelines.request import MetadataLevel
 
+CONFIGS = Path(__file__).parent / "configs"
+"""Shipped configurations."""
 STORAGE = re.compile(r"(?!file:)[a-z][a-z0-9+]*://[^/\s]+(/\S*)?")
 
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from deployments.cli.serving import CONFIGS, load_config, parse_config, shipped_configs
-from deployments.config import ServeConfig
+from deployments.cli.serving import load_config, parse_config, shipped_configs
+from deployments.config import CONFIGS, ServeConfig
 from deployments.sizing.fit import usual_limit_gib
 from pipelines.defaults import Defaults
 from pipelines.loading import SHIPPED, ModelSource, hub_id_of, resolve_configuration

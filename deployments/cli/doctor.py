@@ -15,11 +15,10 @@ from importlib.util import cache_from_source, find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.table import Table
 from rich.text import Text
 
 from deployments.cli.preflight import install_hint
-from deployments.cli.progress import console
+from deployments.cli.tables import print_table
 from deployments.config import ServeConfig, ShareConfig
 from deployments.model_config import ModelConfig
 from deployments.sizing.fit import GIB
@@ -54,17 +53,10 @@ def print_report(config: str | None = None, *, as_json: bool = False) -> bool:
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        console.print(_table(findings))
+        marks = {True: Text("yes", "green"), False: Text("no", "red"), None: Text()}
+        print_table(("", "subject", "found"), ((marks[one.ok], one.subject, one.detail) for one in findings))
     needed = ("ray", "torch", "diffusers", *(finding.subject for finding in own))
     return not any(finding.ok is False and finding.subject in needed for finding in findings)
-
-
-def _table(findings: list[Finding]) -> Table:
-    table = Table("", "subject", "found")
-    for finding in findings:
-        mark = {True: Text("yes", "green"), False: Text("no", "red"), None: Text()}[finding.ok]
-        table.add_row(mark, finding.subject, finding.detail)
-    return table
 
 
 def open_denoiser(source: str, device: str) -> DenoiserModel:
@@ -89,10 +81,9 @@ def print_proofs(model: str) -> bool:
 
     resolve_path(model)  # a wrong name is a user error, not a failed proof
     colours = {"proved": "green", "failed": "red", "not here": "yellow"}
-    table, proofs = Table("", "statement", "detail"), doctor(process_environment(), partial(open_denoiser, model))
-    for proof in proofs:
-        table.add_row(Text(proof.result, colours[proof.result]), proof.subject, proof.detail)
-    console.print(table)
+    proofs = doctor(process_environment(), partial(open_denoiser, model))
+    rows = ((Text(proof.result, colours[proof.result]), proof.subject, proof.detail) for proof in proofs)
+    print_table(("", "statement", "detail"), rows)
     return all(proof.result != "failed" for proof in proofs)
 
 

@@ -16,11 +16,11 @@ from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 import httpx
-from rich.table import Column, Table
 
 from deployments.cli.client import Client
 from deployments.cli.local import http_client
 from deployments.cli.progress import console
+from deployments.cli.tables import print_table
 from deployments.places import make_folder, make_private, make_private_file
 from deployments.requests.request_errors import printable
 from deployments.settings import Settings
@@ -156,14 +156,13 @@ def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = Fa
         states = [_document(model, state, cards, counts) for model, state in health.items()]
         print(json.dumps({"url": url, "ready": is_ready, "models": states}, indent=2))
         return is_ready
-    table = Table("model", "kind", *GAUGES, "state")
-    table.columns[0].overflow = "fold"
+    rows = []
     for model, state in health.items():
         numbers = (str(counts[column].get(model, 0)) if counts else UNKNOWN for column in GAUGES)
         kinds = ", ".join(cards[model]["kinds"]) if model in cards else UNKNOWN
-        table.add_row(model, kinds, *numbers, state)
+        rows.append((model, kinds, *numbers, state))
     console.print(f"{url} is {'ready' if is_ready else 'not ready'}", soft_wrap=True)
-    console.print(table)
+    print_table(("model", "kind", *GAUGES, "state"), rows)
     if not counts:
         where = f"{metrics_url} does not answer" if metrics_url else "give --metrics-url"
         console.print(f"No numbers of gangs and jobs: {where}", soft_wrap=True)
@@ -208,18 +207,7 @@ def print_clips(url: str, api_key: str, limit: int, *, as_json: bool = False) ->
     if as_json:
         print(json.dumps(clips, indent=2))
         return
-    table = Table(
-        Column("id", no_wrap=True, overflow="ignore", min_width=max([2, *(len(c["id"]) for c in clips)])),
-        "model",
-        "status",
-        "size",
-        "seconds",
-        "created",
-        "prompt",
-    )
-    for clip in clips:
-        table.add_row(*_row(clip))
-    console.print(table)
+    print_table(("id", "status", "model", "size", "seconds", "created", "prompt"), map(_row, clips))
 
 
 def download_clip(url: str, api_key: str, clip_id: str, out: Path) -> None:
@@ -252,5 +240,5 @@ def _row(clip: dict[str, Any]) -> tuple[str, ...]:
     prompt = printable(clip["prompt"])  # no control sequences for the terminal
     if len(prompt) > MAX_PROMPT_CHARS:
         prompt = f"{prompt[: MAX_PROMPT_CHARS - 1]}…"
-    created = datetime.fromtimestamp(clip["created_at"]).strftime("%Y-%m-%d %H:%M:%S")
-    return clip["id"], clip["model"], status, clip["size"], clip["seconds"], created, prompt
+    created = datetime.fromtimestamp(clip["created_at"]).strftime("%Y-%m-%d %H:%M")
+    return clip["id"], status, clip["model"], clip["size"], clip["seconds"], created, prompt

@@ -10,14 +10,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import yaml
+
 from deployments.cli.local import OWN_NAMES, client_problem, folder_problem, token_files, token_problem
 from deployments.clips.settings import DATABASE
-from deployments.config import ServeConfig
+from deployments.config import CONFIGS, ServeConfig
 from deployments.door.door import FOLDER as DOOR_FOLDER
 from deployments.door.door import listen
 from deployments.model_config import ModelConfig
 from deployments.observability.metrics_settings import DEFAULT_PORT
-from deployments.places import file_refusal, is_open_to_others, refusal
+from deployments.places import file_refusal, is_open_to_others, read_text, refusal
 from deployments.requests.recipe_choice import recipe_problems
 from deployments.settings import Settings, process_environment
 from deployments.sizing.memory_budget import budget_of
@@ -314,8 +316,14 @@ def _gpus(config: ServeConfig) -> Iterator[str]:
 
     available = torch.cuda.device_count()
     if needed > available:
-        fitting = [f"gpu{number}" for number in (1, 2, 4, 8) if number <= available]
         yield (
             f"the configuration asks for {needed} GPUs and this machine has {available}: take a shipped one that fits "
-            f"({', '.join([*fitting, 'laptop'])}), or lower num_ranks, gpus_per_rank, num_gpus and num_devices"
+            f"({', '.join(_shipped_for(available))}), or lower num_ranks, gpus_per_rank, num_gpus and num_devices"
         )
+
+
+def _shipped_for(num_gpus: int) -> list[str]:
+    """Return the names of the shipped configurations that need no more GPUs."""
+    files = sorted(CONFIGS.glob("*.yaml"))
+    shipped = {file.stem: ServeConfig.model_validate(yaml.safe_load(read_text(file))) for file in files}
+    return [name for name, config in shipped.items() if num_gpus_needed(config) <= num_gpus]

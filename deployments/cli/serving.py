@@ -27,7 +27,7 @@ from deployments.cli.cluster import SHUTDOWN_WITHIN_S, Limited, local_cluster
 from deployments.cli.local import http_client
 from deployments.cli.preflight import check, with_metrics_port
 from deployments.cli.worker_logs import memory_failures
-from deployments.config import AppConfig, ServeConfig
+from deployments.config import CONFIGS, AppConfig, ServeConfig
 from deployments.config_errors import describe_errors, describe_truth_values
 from deployments.door.door import Door, listen
 from deployments.door.haproxy import PictureQueue, find_binary
@@ -37,7 +37,6 @@ from deployments.places import read_text
 from deployments.ray_private import application_status, controller_answers, log_folder, restart_controller
 from deployments.stages.measured_times import WHOLE_START, start_times_of
 
-CONFIGS = Path(__file__).parents[1] / "configs"
 READY_DEADLINE_S = 900.0
 """Time until the application is ready, unless its gangs may take longer to start."""
 START_MARGIN_S = 300.0

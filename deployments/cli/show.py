@@ -9,16 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from rich.table import Table
 
 from deployments.cli.client import Client
-from deployments.cli.progress import console
+from deployments.cli.tables import print_table
 from deployments.requests.request_errors import escaped
 from pipelines.media.metadata import PARAMETERS, Texts, read_texts, settings_in
 
 NOTHING = "no settings: none were written, or a program has removed them"
 NONE = "–"
-COLUMNS = ("model", "family", "kind", "size", "frames", "steps", "size in multiples of")
+COLUMNS = ("model", "family", "kind", "size", "frames", "steps", "multiple of")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,12 +104,12 @@ def print_models(url: str, api_key: str, config: str, *, as_json: bool = False) 
     if as_json:
         print(json.dumps(rows, indent=2))
         return
-    table = Table(*COLUMNS)
-    table.columns[0].overflow = "fold"
-    for row in rows:
-        kinds = ", ".join(row["kinds"])
-        table.add_row(*(NONE if cell is None else str(cell) for cell in (row | {"kinds": kinds}).values()))
-    console.print(table)
+    print_table(COLUMNS, map(_cells, rows))
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    cells = row | {"kinds": ", ".join(row["kinds"])}
+    return [NONE if cell is None else str(cell) for cell in cells.values()]
 
 
 def _served_rows(url: str, api_key: str) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from deployments.clips.objects import ClipObjects
 from deployments.clips.settings import ClipSettings
 from deployments.clips.storage import DATABASE_FAILURES, ClipFolders, StorageFullError, is_full, is_lost
 from deployments.clips.store import Claim, Claims
+from deployments.requests.request_errors import is_user_error
 from deployments.requests.rules import check_kept
 from deployments.service.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Service
 from engines.core.engine import JobFailedError
@@ -187,7 +188,8 @@ class Attempt:
         if is_lost(failure):  # not its fault either
             await self._queue_again(failure)
             return
-        logger.warning("clip failed", exc_info=failure, extra={"clip_id": clip.id, "attempt": clip.attempts})
+        fields = {"clip_id": clip.id, "attempt": clip.attempts, "reason": str(failure)}
+        logger.warning("clip failed", exc_info=None if is_user_error(failure) else failure, extra=fields)
         if error is None and clip.attempts >= self.settings.max_attempts:
             error = _last_error(failure, clip.attempts)
         if error is not None:

@@ -12,15 +12,15 @@ from fastapi import FastAPI
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from sqlalchemy import exc
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.routing import compile_path
 
 from deployments.clips.storage import DATABASE_FAILURES, StorageFullError, StorageLostError, is_full
-from deployments.requests.request_errors import RequestError, shown
-from deployments.requests.validation import field_error
+from deployments.requests.request_errors import RequestError, is_user_error, shown
+from deployments.requests.validation import first_error
 from deployments.service.interface import ModelUnavailableError
 from deployments.usage.keeper import AccountsUnavailableError
 from deployments.usage.quotas import LimitReachedError
@@ -137,9 +137,7 @@ def from_failure(failure: Exception) -> ApiError | None:
         case JobFailedError():
             message = f"The model failed at this request: {failure}"
             return ApiError(500, message, code="job_failed", headers={"x-should-retry": "false"})
-        case UnicodeError() | ValidationError():
-            return None
-        case ValueError():
+        case ValueError() if is_user_error(failure):
             return ApiError(400, str(failure), param=failure.field if isinstance(failure, FieldError) else None)
     return None
 
@@ -218,6 +216,6 @@ async def _on_validation_error(request: Request, error: Exception) -> JSONRespon
     route = request.scope.get("route")
     queries = [one.field_info.annotation for one in route.dependant.query_params] if isinstance(route, APIRoute) else []
     fields = {name: field for query in queries for name, field in getattr(query, "model_fields", {}).items()}
-    failure = from_failure(field_error(error.errors(), fields))
+    failure = from_failure(first_error(error.errors(), fields))
     assert failure is not None
     return failure.response()

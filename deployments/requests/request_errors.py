@@ -6,6 +6,8 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from pydantic import ValidationError
+
 MAX_SHOWN_CHARS = 80
 
 
@@ -23,6 +25,11 @@ class RequestError(ValueError):
 
     def __str__(self) -> str:
         return self.message
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Return whether a request is to blame: the client is told ``error``, and the log needs no traceback."""
+    return isinstance(error, ValueError) and not isinstance(error, UnicodeError | ValidationError)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ def validated(body_type: type[B], fields: Any) -> B:
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
-        raise field_error(error.errors(), body_type.model_fields) from None
+        raise first_error(error.errors(), body_type.model_fields) from None
 
 
 def validated_form(
@@ -64,10 +64,10 @@ def validated_form(
             body_type.__pydantic_validator__.validate_assignment(body, name, value)
         return body
     except ValidationError as error:
-        raise field_error(error.errors(), body_type.model_fields) from None
+        raise first_error(error.errors(), body_type.model_fields) from None
 
 
-def field_error(errors: Collection[Mapping[str, Any]], fields: Mapping[str, FieldInfo]) -> RequestError:
+def first_error(errors: Collection[Mapping[str, Any]], fields: Mapping[str, FieldInfo]) -> RequestError:
     """Return the first of pydantic's ``errors`` as one that names the field; ``fields`` are the allowed fields."""
     first = next(iter(errors))
     path = [str(part) for part in first["loc"] if part not in ("query", "path", "header")]

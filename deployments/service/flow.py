@@ -173,13 +173,15 @@ class DeployedService:
         patience_s = self._patience_s.get(model, RECOVERY_DEADLINE_S)
         try:
             async with asyncio.timeout(patience_s):
-                await self._stages[model].denoiser.load_lora.remote(lora)
+                wrong = await self._stages[model].denoiser.load_lora.remote(lora)
         except TimeoutError:
             reason = f"{model}: no gang was there within {patience_s:.0f} s to load the adapter"
             raise ModelUnavailableError(reason) from None
         except RETRYABLE as error:
             logger.warning("a gang broke while it loaded an adapter: %r", error)
             raise ModelUnavailableError(f"{model}: a gang broke while it loaded the adapter") from error
+        if wrong is not None:
+            raise wrong
 
     async def remove_lora(self, model: str, lora: Lora) -> None:
         """See ``Service.remove_lora``. A gang that does not hear of it evicts the adapter later."""

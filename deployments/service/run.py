@@ -27,7 +27,6 @@ from deployments.service.interface import (
 )
 from deployments.stages.common import Decoded, EncodingDone, SentPictures, StageEvent
 from deployments.stages.measured_times import DecodeKey, DecodeTimes, decode_key
-from engines.gang.errors import GangBrokenError, QueueFullError
 from engines.gang.jobs.job import JobDone, JobQueued, PreviewReady, Progress
 from pipelines.request import InputPictures, MediaRequest
 
@@ -184,7 +183,7 @@ class Run:
             case JobDone():
                 self._done, self.gpu_s = event, event.gpu_s
                 self._decoding = asyncio.create_task(self._decode(event))
-            case QueueFullError() | GangBrokenError():
+            case Exception():
                 raise event
 
     async def _decode_previews(self, publish: Publish) -> None:
@@ -219,7 +218,10 @@ class Run:
     async def _answer(self, response: Any) -> Any:
         try:
             await self._await_replica(object_ref(response), "decoder")
-            return await response
+            answer = await response
+            if isinstance(answer, Exception):
+                raise answer
+            return answer
         except BaseException:
             response.cancel()
             raise

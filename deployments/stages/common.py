@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -18,19 +20,22 @@ from numpy.typing import NDArray
 
 from deployments.config import ProvenanceConfig
 from deployments.model_config import ModelConfig
+from deployments.requests.request_errors import is_user_error
 from deployments.settings import set_defaults
 from deployments.sharing.share_actor import ShareSpec
 from deployments.sharing.share_member import AwakeGate, ThreadMember
 from deployments.stages.devices import asleep_folder, stage_devices
 from deployments.stages.stage_config import StageConfig
 from engines.core.parcel import Parcel, Shapes
-from engines.gang.errors import GangBrokenError, QueueFullError
+from engines.gang.errors import portable
 from engines.gang.jobs.job import JobEvent
 from pipelines.checkpoint import Checkpoint
 from pipelines.request import InputPicture, InputPictures, InputVideo, MetadataLevel, ServiceTier
 
 if TYPE_CHECKING:
     from torch import nn
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,8 +76,23 @@ class EncodingDone:
     """True if it comes from the cache."""
 
 
-StageEvent = EncodingDone | JobEvent | QueueFullError | GangBrokenError
-"""Events of a job. A refusal and a broken gang are events, since Serve logs a traceback of every exception."""
+StageEvent = EncodingDone | JobEvent | Exception
+"""Events of a job. A wrong request, a full queue and a broken gang are events, since Serve logs the traceback of every
+exception that a replica raises.
+"""
+
+
+def refusal(error: ValueError, **fields: object) -> Exception:
+    """Log a wrong request as an event with ``fields``, and return its error as the replica's answer.
+
+    Raise ``error`` if it is a defect.
+    """
+    if not is_user_error(error):
+        raise error
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    extra = {"reason": str(error), "at": f"{at.filename}:{at.lineno}"}
+    logger.info("request is refused", extra=extra | fields)
+    return portable(error)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,7 +25,7 @@ from deployments.replicas import is_on_loopback, prepare_replica
 from deployments.settings import process_environment
 from deployments.sharing.share_actor import ShareSpec
 from deployments.sharing.share_member import ShareMember
-from deployments.stages.common import CHECK_S, PRIORITIES, Encoded, EncodingDone, HealthCheckPace, StageEvent
+from deployments.stages.common import CHECK_S, PRIORITIES, Encoded, EncodingDone, HealthCheckPace, StageEvent, refusal
 from deployments.stages.measured_times import estimates_s_of, step_times_of
 from deployments.stages.rank import LoadRankParts
 from deployments.stages.replica_load import ReplicaLoad
@@ -130,20 +130,18 @@ class Denoiser:
         self,
         job_id: str,
         request: MediaRequest,
-        encoded: list[ray.ObjectRef[Encoded]],
+        encoded: list[ray.ObjectRef[Encoded | Exception]],
         exclusive: bool = False,
         decode_s: float = 0.0,
         accepted: bool = False,
     ) -> AsyncGenerator[tuple[StageEvent, ...]]:
-        """Yield events in groups, ``EVENTS_EVERY_S`` apart. The last is ``JobDone``, or an error of the gang.
+        """Yield events in groups, ``EVENTS_EVERY_S`` apart. The last is ``JobDone`` or an error.
 
-        Closing cancels the job.
-
-        Each group costs a millisecond of CPU time in two processes. ``encoded`` is a list of one reference, which lets
-        the call start before the encoder is done. The caller owns it until the job ends. It is taken out of the list,
-        since a cancelled call's frames live on until a garbage collection (see ``Driver.open``). ``exclusive``: run
-        without other jobs, after a gang broke under the request. ``decode_s``: predicted decode time, part of the
-        deadline. ``accepted``: see ``Job``.
+        Closing cancels the job. Each group costs a millisecond of CPU time in two processes. ``encoded`` is a list of
+        one reference, which lets the call start before the encoder is done. The caller owns it until the job ends. It
+        is taken out of the list, since a cancelled call's frames live on until a garbage collection (see
+        ``Driver.open``). ``exclusive``: run without other jobs, after a gang broke under the request. ``decode_s``:
+        predicted decode time, part of the deadline. ``accepted``: see ``Job``.
         """
         start_s = time.monotonic()
         with self._load.coming(job_id, request):
@@ -154,13 +152,12 @@ class Denoiser:
             except BaseException:
                 encoded.clear()
                 raise
-        job = replace(
-            self._job(job_id, request, encoding),
-            exclusive=exclusive,
-            waited_s=request.waited_s + time.monotonic() - start_s,
-            decode_s=decode_s,
-            accepted=accepted,
-        )
+        if isinstance(encoding, Exception):
+            encoded.clear()
+            yield (encoding,)
+            return
+        job, waited_s = self._job(job_id, request, encoding), request.waited_s + time.monotonic() - start_s
+        job = replace(job, exclusive=exclusive, waited_s=waited_s, decode_s=decode_s, accepted=accepted)
         first: tuple[StageEvent, ...] = (EncodingDone(encode_s=encoding.encode_s, was_kept=encoding.was_kept),)
         logger.info("job is queued", extra=job.log_fields)
         whole = self._gang.submit_grouped(replace(job, conditioning=encoded.pop()), every_s=EVENTS_EVERY_S)
@@ -171,11 +168,14 @@ class Denoiser:
                         self._load.hear(job, group[-1])
                     yield (*first, *group)
                     first = ()
-            except QueueFullError as refusal:
-                yield (refusal,)
-            except GangBrokenError as error:
-                error.replica = self._name
-                yield (error,)
+            except (QueueFullError, GangBrokenError, ValueError) as error:
+                yield (self._last_event(error, job),)
+
+    def _last_event(self, error: Exception, job: Job) -> Exception:
+        """Return the event of an error that ends ``job``; raise a defect."""
+        if isinstance(error, GangBrokenError):
+            error.replica = self._name
+        return refusal(error, **job.log_fields) if isinstance(error, ValueError) else error
 
     async def _move(self, asleep: bool) -> Sequence[MemoryUse]:
         """Bring the gang's weights to the host, or back."""
@@ -226,9 +226,13 @@ class Denoiser:
         """Return how forwards of the gang run, if its engine says so."""
         return self._gang.forwards
 
-    async def load_lora(self, lora: Lora) -> None:
-        """Load an adapter that came at run time on all ranks. ValueError if it does not suit the model."""
-        await self._gang.load_addition(lora)
+    async def load_lora(self, lora: Lora) -> Exception | None:
+        """Load an adapter that came at run time on all ranks. Return an error if it does not suit the model."""
+        try:
+            await self._gang.load_addition(lora)
+        except ValueError as error:
+            return refusal(error, lora=lora.name)
+        return None
 
     async def remove_lora(self, lora: Lora) -> None:
         """Let all ranks release an adapter once no job needs it."""

@@ -20,6 +20,7 @@ from deployments.stages.common import (
     WeightStage,
     Workers,
     load_stage,
+    refusal,
     use_device,
 )
 from deployments.stages.devices import stage_devices
@@ -156,14 +157,22 @@ class PromptEncoder(WeightStage):
         if is_whole:
             self._weights.loaded()
 
-    def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:
-        start_s = time.perf_counter()
+    def encode(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded | Exception:
+        """Return the conditioning, or the error of a wrong request."""
         with request_context(request.request_id):
-            keys = self._cache.keys(request, pictures)
-            encoded = self._cache.find(keys) or self._encode_awake(request, pictures, keys)
-            encoded = replace(encoded, encode_s=time.perf_counter() - start_s)
-            fields = {"encode_s": round(encoded.encode_s, 4), "was_kept": encoded.was_kept}
-            logger.info("text is encoded", extra=fields)
+            try:
+                return self.encode_valid(request, pictures)
+            except ValueError as error:
+                return refusal(error)
+
+    def encode_valid(self, request: MediaRequest, pictures: SentPictures = NO_SENT_PICTURES) -> Encoded:
+        """Return the conditioning. ValueError if the request is wrong."""
+        start_s = time.perf_counter()
+        keys = self._cache.keys(request, pictures)
+        encoded = self._cache.find(keys) or self._encode_awake(request, pictures, keys)
+        encoded = replace(encoded, encode_s=time.perf_counter() - start_s)
+        fields = {"encode_s": round(encoded.encode_s, 4), "was_kept": encoded.was_kept}
+        logger.info("text is encoded", extra=fields)
         return encoded
 
     def _encode_awake(self, request: MediaRequest, pictures: SentPictures, keys: CacheKeys | None) -> Encoded:

@@ -15,7 +15,16 @@ from deployments.config import ProvenanceConfig
 from deployments.names import own_version
 from deployments.observability.logs import request_context
 from deployments.service.interface import Output
-from deployments.stages.common import Decoded, StageSpec, StageWeights, WeightStage, Workers, load_stage, use_device
+from deployments.stages.common import (
+    Decoded,
+    StageSpec,
+    StageWeights,
+    WeightStage,
+    Workers,
+    load_stage,
+    refusal,
+    use_device,
+)
 from deployments.stages.devices import stage_devices
 from deployments.stages.kernel_cache import stage_kernels
 from deployments.stages.measured_times import decode_key, decode_times_of
@@ -111,12 +120,15 @@ class VaeDecoder(WeightStage):
                 self._writing.run(self._write, frames_FHWC, request, output)
         self._weights.loaded()
 
-    def expected_s(self, request: MediaRequest, output: Output) -> float | None:
+    def expected_s(self, request: MediaRequest, output: Output) -> float | Exception | None:
         """Return the predicted decode time, None before a similar decode on this hardware. Never waits.
 
-        ValueError if the request certainly cannot be decoded here.
+        If the request certainly cannot be decoded here, return the error that says so.
         """
-        self._decoder.check_fits(request)
+        try:
+            self._decoder.check_fits(request)
+        except ValueError as error:
+            return refusal(error, request_id=request.request_id)
         return self._times.scaled_s(decode_key(request, output))
 
     def decode(self, latents: Parcel, request: MediaRequest, output: Output) -> Decoded:

@@ -178,7 +178,7 @@ class Rank:
         try:
             self._runner.admit(replace(job, conditioning=_resolve(job.conditioning)))
         except Exception as error:
-            return JobFailure(job_id=job.job_id, error=portable(_cause(error)), shared=False)
+            return JobFailure(job_id=job.job_id, error=_answer(_cause(error), job.log_fields), shared=False)
         return None
 
     @ray.method(concurrency_group="admission")
@@ -188,7 +188,7 @@ class Rank:
         try:
             return self._runner.load_addition(source)
         except Exception as error:
-            return portable(error)
+            return _answer(error, {"source": str(source)})
 
     @ray.method(concurrency_group="admission")
     def remove_addition(self, source: Any) -> None:
@@ -244,6 +244,13 @@ def _resolve(conditioning: Any) -> Any:
     if isinstance(conditioning, ray.ObjectRef):
         conditioning = ray.get(conditioning)
     return conditioning.open() if isinstance(conditioning, Parcel) else conditioning
+
+
+def _answer(error: Exception, fields: Mapping[str, object]) -> Exception:
+    """Return ``error`` for the driver. Log a defect with its traceback; a ValueError is told to the client."""
+    if not isinstance(error, ValueError):
+        logger.error("admission fails: %r", error, extra=fields, exc_info=error)
+    return portable(error)
 
 
 def _cause(error: Exception) -> Exception:

@@ -73,12 +73,15 @@ class StepForecast:
 
     def table(self) -> str:
         """Return one line per candidate: milliseconds of a step by kind of work, and GiB per rank."""
-        lines = [f"{'strategy':<28}{'ms':>9}{'products':>10}{'attention':>10}{'other':>9}{'exchange':>10}{'GiB':>8}"]
+        rows: list[tuple[str, ...]] = [("strategy", "ms", "products", "attention", "other", "exchange", "GiB")]
         for cost in self.costs:
             mark = " *" if cost is self.chosen else ""
-            parts = (cost.products_ms, cost.attention_ms, cost.elementwise_ms, cost.exchange_ms)
-            numbers = f"{cost.total_ms:>9.2f}{parts[0]:>10.2f}{parts[1]:>10.2f}{parts[2]:>9.2f}{parts[3]:>10.2f}"
-            lines.append(f"{cost.spec.name + mark:<28}{numbers}{cost.memory_bytes / 2**30:>8.2f}")
+            parts_ms = (cost.products_ms, cost.attention_ms, cost.elementwise_ms, cost.exchange_ms)
+            numbers = (cost.total_ms, *parts_ms, cost.memory_bytes / 2**30)
+            rows.append((cost.spec.name + mark, *(f"{number:.2f}" for number in numbers)))
+        first, *widths = (max(map(len, column)) for column in zip(*rows, strict=True))
+        cells = ([name.ljust(first), *map(str.rjust, numbers, widths)] for name, *numbers in rows)
+        lines = [" ".join(row) for row in cells]
         return "\n".join([*lines, f"* {self.reason()} (on {self.machine.name})"])
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.cli.serving import CONFIGS, parse_config
+from deployments.cli.serving import parse_config
+from deployments.config import CONFIGS
 from deployments.model_config import ModelConfig
 from deployments.requests.validation import nearest_name
 from tests.deployments.support.commands import assert_one_line, troupe

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from deployments.cli.serving import CONFIGS, parse_config
+from deployments.cli.serving import parse_config
+from deployments.config import CONFIGS
 from deployments.http.answers import Model
 from deployments.ingress import make_cards
 from deployments.requests.bodies import VideoBody

@@ -34,7 +34,7 @@ from deployments.http.partial import ranged
 from deployments.requests.bodies import FilesQuery, ListQuery
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester
-from deployments.requests.validation import field_error
+from deployments.requests.validation import first_error
 
 WINDOW_S = 86400
 PURPOSES = ("batch", "user_data")
@@ -282,7 +282,7 @@ def read_batch(raw: bytes) -> BatchBody:
     try:
         return BatchBody.model_validate_json(raw)
     except ValidationError as error:
-        raise field_error(error.errors(), BatchBody.model_fields) from None
+        raise first_error(error.errors(), BatchBody.model_fields) from None
 
 
 async def read_file_form(request: Request) -> tuple[str, bytes, str]:

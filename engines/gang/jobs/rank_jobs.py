@@ -290,7 +290,11 @@ class RankJobs:
         if shared:
             resident.failed, resident.state = True, None
         self._failures.append(JobFailure(job_id=resident.job.job_id, error=portable(error), shared=shared))
-        logger.error("job fails: %s", error, extra=self._log_fields(resident.job), exc_info=error)
+        fields, is_wrong = self._log_fields(resident.job), isinstance(error, ValueError) and not resident.num_steps_done
+        if is_wrong:  # the request, not our code: the client is told
+            logger.info("job fails: %s", error, extra=fields)
+        else:
+            logger.error("job fails: %s", error, extra=fields, exc_info=error)
 
     def _log_fields(self, job: Job) -> dict[str, object]:
         return job.log_fields | {"rank": self._context.rank}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from deployments.cli.errors import explain
-from deployments.cli.serving import CONFIGS
+from deployments.config import CONFIGS
 from tests.deployments.support.commands import COMMAND, assert_one_line, config_file, troupe
 from tests.deployments.support.live import config_of
 from tests.support.patience import PATIENCE_S

@@ -18,7 +18,7 @@ import pipelines
 from deployments.cli import preflight
 from deployments.cli.preflight import check, num_gpus_needed, problems, warnings, with_metrics_port
 from deployments.cli.serving import load_config, parse_config
-from deployments.config import ServeConfig
+from deployments.config import CONFIGS, ServeConfig
 from deployments.door.door import listen
 from pipelines.checkpoint import Checkpoint
 from pipelines.loading import SHIPPED
@@ -180,6 +180,20 @@ def test_a_port_for_metrics_that_nobody_chose_is_the_next_free_one(monkeypatch: 
 @pytest.mark.parametrize(("name", "expected"), [("laptop", 0), ("gpu1", 1), ("gpu2", 2), ("gpu4", 4), ("gpu8", 8)])
 def test_gpus_that_a_start_needs(name: str, expected: int) -> None:
     assert num_gpus_needed(load_config(name)) == expected
+
+
+def test_shipped_configurations_that_fit_are_found_by_what_they_ask_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    told = [one for one in problems(load_config("gpu8")) if "asks for 8 GPUs" in one]
+    assert "(gpu1, gpu2, laptop)" in told[0]
+    for name, shipped in (("gpu3", "gpu2"), ("gpu1", "gpu8"), ("desktop", "laptop")):
+        (tmp_path / f"{name}.yaml").write_text((CONFIGS / f"{shipped}.yaml").read_text())
+    config = load_config("gpu8")
+    monkeypatch.setattr(preflight, "CONFIGS", tmp_path)
+    told = [one for one in problems(config) if "asks for 8 GPUs" in one]
+    assert "(desktop, gpu3)" in told[0]
 
 
 def test_models_that_share_gpus_need_them_once_and_a_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,11 +188,22 @@ async def test_a_deployment_that_is_away_is_no_attempt(tmp_path: Path) -> None:
         ([RuntimeError("secret")] * 3, "internal", 3, "failed 3 times, the last time with RuntimeError"),
     ],
 )
-async def test_given_up(tmp_path: Path, failures: list[Exception], code: str, attempts: int, message: str) -> None:
+async def test_given_up(
+    tmp_path: Path,
+    failures: list[Exception],
+    code: str,
+    attempts: int,
+    message: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A wrong request leaves no traceback in the log."""
     record = await outcome(FailingService(*failures), tmp_path)
     assert (record.status, failure_of(record).code, record.attempts) == ("failed", code, attempts)
     assert message in failure_of(record).message
     assert "secret" not in failure_of(record).message
+    lines = [line for line in caplog.records if line.message == "clip failed"]
+    assert [bool(line.exc_info) for line in lines] == [code != "invalid_value"] * attempts
+    assert {(line.clip_id, line.reason) for line in lines} == {(record.id, str(failures[0]))}  # type: ignore[attr-defined]
 
 
 async def test_clip_that_kills_the_application(tmp_path: Path, clock: SimpleNamespace) -> None:

@@ -255,10 +255,11 @@ class SetGangs:
         self.calls.append(method)
         return SimpleNamespace(results_async=results_async)
 
-    async def _next(self, lora: Lora) -> None:
+    async def _next(self, lora: Lora) -> Exception | None:
         self.calls.append("next")
-        if self.following is not None:
-            raise self.following
+        if self.following is None or isinstance(self.following, ValueError):
+            return self.following
+        raise self.following
 
 
 WRONG = ValueError("the adapter 'ink' is for another model")

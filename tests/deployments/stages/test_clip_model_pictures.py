@@ -60,7 +60,7 @@ def picture_and_preview(folder: Path, request: MediaRequest, pictures: ImageRequ
     model = ModelConfig(name="m", path=str(folder))
     checkpoint = Checkpoint(folder)
     engine, sampler = TorchEngine(checkpoint.denoiser()), checkpoint.sampler()
-    conditioning = PromptEncoder(StageSpec(model=model, stage=model.text_encoder)).encode(request)
+    conditioning = PromptEncoder(StageSpec(model=model, stage=model.text_encoder)).encode_valid(request)
     state, previews = sampler.begin(request, conditioning.open()), []
     for _ in range(sampler.num_steps(state)):
         state = sampler.advance(state, engine.predict(sampler.branches(state), (0,)))

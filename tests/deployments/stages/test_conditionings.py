@@ -102,9 +102,9 @@ def test_a_prompt_is_encoded_once_and_paints_the_same(shipped: PromptEncoder) ->
     first = checkpoint.defaults.request(prompt=PROMPT, num_inference_steps=2, seed=1)
     again = replace(first, seed=2, request_id="again")
     calls = forwards(shipped)
-    assert not shipped.encode(first).was_kept
+    assert not shipped.encode_valid(first).was_kept
     assert calls == ["text_encoder", "text_encoder_2"]
-    encoded = shipped.encode(again)
+    encoded = shipped.encode_valid(again)
     assert encoded.was_kept
     assert len(calls) == 2
 
@@ -116,7 +116,7 @@ def test_a_prompt_is_encoded_once_and_paints_the_same(shipped: PromptEncoder) ->
 
     assert paint(encoded.open()) == paint(pipeline.text_encoder.encode(again))
     for change in ({"prompt": "a green star"}, {"width": 96}, {"true_cfg_scale": 2.0, "negative_prompt": "blue"}):
-        assert not shipped.encode(replace(again, **change)).was_kept
+        assert not shipped.encode_valid(replace(again, **change)).was_kept
     assert len(calls) > 2
 
 
@@ -124,13 +124,13 @@ def test_pictures_are_told_apart_by_their_pixels() -> None:
     encoder = PromptEncoder(spec_of(resolve_path("kontext-shapes")))
     request = Checkpoint.open("kontext-shapes").defaults.request(prompt=PROMPT)
     calls = forwards(encoder)
-    first = encoder.encode(request, sent_pictures(0))
+    first = encoder.encode_valid(request, sent_pictures(0))
     num_calls = len(calls)
-    kept = encoder.encode(replace(request, seed=3), sent_pictures(0))
+    kept = encoder.encode_valid(replace(request, seed=3), sent_pictures(0))
     assert kept.was_kept
     assert len(calls) == num_calls > 0
     torch.testing.assert_close(tensors(kept.open()), tensors(first.open()), rtol=0, atol=0)
-    assert not encoder.encode(request, sent_pictures(1)).was_kept
+    assert not encoder.encode_valid(request, sent_pictures(1)).was_kept
     assert len(calls) > num_calls
 
 
@@ -232,4 +232,4 @@ def test_the_bound_holds_and_the_least_recently_used_goes() -> None:
 def test_no_bytes_are_allowed(pictures: Path) -> None:
     encoder = PromptEncoder(spec_of(pictures, conditionings_mib=0))
     request = Checkpoint(pictures).defaults.request(prompt="a")
-    assert [encoder.encode(request).was_kept for _ in range(2)] == [False, False]
+    assert [encoder.encode_valid(request).was_kept for _ in range(2)] == [False, False]

@@ -82,6 +82,17 @@ async def test_the_first_group_says_how_long_the_encoding_took() -> None:
     assert await events_of(*STEPS) == [(EncodingDone(encode_s=0.5), STEPS[0]), (STEPS[1],)]
 
 
+async def test_a_wrong_request_is_an_event_and_a_defect_is_raised() -> None:
+    """Serve logs a traceback of every exception."""
+    wrong, request = ValueError("the adapter 'ink' is for another model"), PICTURES.request(model="m", prompt="a")
+    assert await events_of(STEPS[0], wrong) == [(EncodingDone(encode_s=0.5), STEPS[0]), (wrong,)]
+    encoded: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+    encoded.set_result(wrong)
+    assert await submitted_with(request, encoded) == ([], [(wrong,)])
+    with pytest.raises(UnicodeError):
+        await events_of(UnicodeError("a defect"))
+
+
 async def test_a_job_says_what_decoding_will_take() -> None:
     job, _ = await submitted(PICTURES.request(model="m", prompt="a", deadline_s=9.0), ENCODED, *STEPS, decode_s=3.0)
     assert job.left_s == pytest.approx(6.0, abs=0.5)

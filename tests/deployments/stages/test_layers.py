@@ -57,7 +57,9 @@ def test_each_layer_is_a_file(folder: Path, decoder: VaeDecoder, format: MediaFo
     assert (request.width, request.height) == (64, 32)
     checkpoint = Checkpoint(folder)
     sampler = checkpoint.sampler()
-    state = sampler.begin(request, PromptEncoder(spec_of(folder)).encode(request, SentPictures.of(pictures)).open())
+    state = sampler.begin(
+        request, PromptEncoder(spec_of(folder)).encode_valid(request, SentPictures.of(pictures)).open()
+    )
     latents = sampler.latents(state)
     decoded = decoder.decode(Parcel.of(latents), request, output)
     expected_FHWC = checkpoint.decoder().decode(latents, request)

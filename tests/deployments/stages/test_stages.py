@@ -60,8 +60,8 @@ def test_prompts_encoded_at_the_same_time_do_not_mix(
     path: Path = request.getfixturevalue(kind)
     encoder = PromptEncoder(spec_of(path, conditionings_mib=0))
     requests = [request_of(path, PROMPTS[i % len(PROMPTS)]) for i in range(NUM_CALLS)]
-    alone = [encoder.encode(one).open() for one in requests[: len(PROMPTS)]]
-    together = [encoded.open() for encoded in threads.map(encoder.encode, requests)]
+    alone = [encoder.encode_valid(one).open() for one in requests[: len(PROMPTS)]]
+    together = [encoded.open() for encoded in threads.map(encoder.encode_valid, requests)]
     for i, conditioning in enumerate(together):
         assert tensors(conditioning)
         torch.testing.assert_close(tensors(conditioning), tensors(alone[i % len(PROMPTS)]), rtol=0, atol=0)
@@ -99,7 +99,7 @@ def test_clips_decoded_at_the_same_time_do_not_mix(clips: Path, threads: ThreadP
     decoder, request = VaeDecoder(spec_of(clips)), request_of(clips, "a")
     sampler = Checkpoint(clips).sampler()
     encoder = PromptEncoder(spec_of(clips))
-    state = sampler.begin(request, encoder.encode(request).open())
+    state = sampler.begin(request, encoder.encode_valid(request).open())
     latents = sampler.latents(state)
     parcels = [Parcel.of({**latents, "latents": scale * latents["latents"]}) for scale in (0.5, 1.0, 1.5)]
 

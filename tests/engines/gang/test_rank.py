@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from unittest.mock import patch
+from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from engines.core.engine import RankContext
 from engines.gang.gang_config import BuildRank, GangConfig
 from engines.gang.rank import Rank
 from engines.parallel.early_start import start_early
-from tests.engines.gang.support.fakes import load_fake
+from tests.engines.gang.support.fakes import FakeRequest, fake_job, load_fake
 from tests.engines.support.rank_resources import separate_rank_resources
 
 
@@ -57,3 +58,16 @@ def test_an_early_start_that_failed_fails_the_build() -> None:
         rank.load(load)
         with pytest.raises(ZeroDivisionError):
             rank.build()
+
+
+@pytest.mark.parametrize(("error", "is_logged"), [(ValueError("no such adapter"), False), (KeyError("a defect"), True)])
+def test_a_defect_of_an_admission_leaves_its_traceback(
+    error: Exception, is_logged: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The answer has none, since pickling drops it; a wrong request needs none."""
+    rank: Any = Rank(GangConfig(num_ranks=1, cpus_per_rank=1), 0)
+    rank._runner = Mock(admit=Mock(side_effect=error), load_addition=Mock(side_effect=error))
+    failure = rank.admit(fake_job("job-1", FakeRequest(seed=1, num_steps=1)))
+    assert failure is not None
+    assert (failure.error, rank.load_addition("ink")) == (error, error)
+    assert [record.exc_info and record.exc_info[1] for record in caplog.records] == 2 * is_logged * [error]

@@ -178,8 +178,13 @@ def test_nothing_fits(flux: ModelProfile) -> None:
 
 
 def test_table_names_every_candidate_and_the_reason() -> None:
+    """It is aligned, and fits a terminal of 80 columns with the longest name of a guided step on eight ranks."""
     plan = forecast(profile(models.model("flux")), replace(WORK, num_branches=1), 4, machine())
     table = plan.table()
+    lines = table.splitlines()[:-1]
+    assert {len(line) for line in lines} == {len(lines[0])}
+    longest = max(len(cost.spec.name) for cost in plan.costs)
+    assert len(lines[0]) - longest + len("guidance2xpipeline2xallgather_kv2") <= 80
     for cost in plan.costs:
         assert cost.spec.name in table
     assert table.count("*") == 2

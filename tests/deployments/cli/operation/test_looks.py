@@ -102,7 +102,7 @@ def test_clips_are_listed_fetched_and_deleted(url: str, tmp_path: Path) -> None:
         wait_until(lambda: client.get("/v1/videos").text.count('"completed"') == 2, "both clips")
         content = client.get(f"/v1/videos/{posted[0]}/content").content
     newest, oldest = cells(look("clips", url=url))
-    assert (newest[:3], oldest[:3]) == ([posted[1], "fake-clips", "completed"], [posted[0], "fake-clips", "completed"])
+    assert (newest[:3], oldest[:3]) == ([posted[1], "completed", "fake-clips"], [posted[0], "completed", "fake-clips"])
     assert newest[-1] == f"[bold] 1 {'x' * 30}…"
     assert [row[0] for row in cells(look("clips", "--limit", "1", url=url))] == [posted[1]]
     out = tmp_path / "deeper" / "clip.mp4"

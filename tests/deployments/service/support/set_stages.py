@@ -56,8 +56,8 @@ class Stages:
 
     The first previews or decodings fail with the errors of ``bad_previews`` and ``bad_decodings``, one each. The stage
     ``absent`` has no replica. With a ``bad_size`` sizes are too large for the decoder; else it predicts ``expected_s``
-    for decoding. A gang takes each request after ``taken_after_s``. For the time of an abandoned job gangs return
-    ``spent_s``, or raise it; ``asked`` are these jobs.
+    for decoding. A ValueError is an answer, not raised. A gang takes each request after ``taken_after_s``. For the time
+    of an abandoned job gangs return ``spent_s``, or raise it; ``asked`` are these jobs.
     """
 
     def __init__(self, *attempts: list[Act], absent: str = "") -> None:
@@ -114,10 +114,8 @@ class Stages:
             raise self.bad_decodings.pop(0)
         return self.decoded
 
-    async def _expected_s(self) -> float | None:
-        if self.bad_size is not None:
-            raise self.bad_size
-        return self.expected_s
+    async def _expected_s(self) -> float | Exception | None:
+        return self.bad_size or self.expected_s
 
     async def _preview(self, latents: Any) -> bytes:
         await self.previews_may_go_on.wait()
@@ -144,7 +142,7 @@ class Stages:
     async def _run(self, acts: list[Act]) -> AsyncGenerator[tuple[Any, ...]]:
         first: tuple[Any, ...] = (EncodingDone(encode_s=0.5),)
         for act in acts:
-            if isinstance(act, QueueFullError | GangBrokenError):
+            if isinstance(act, QueueFullError | GangBrokenError | ValueError):
                 yield (act,)
             elif isinstance(act, Exception):
                 raise act

@@ -251,3 +251,16 @@ def test_a_report_says_what_changes_of_weights_took() -> None:
     runner.admit(fake_job("a", FakeRequest(seed=1, num_steps=4)))
     reports = [runner.execute(plan(("a", step, None)))[0] for step in (1, 2, 3)]
     assert [report.switch_ms > 0 for report in reports] == [False, True, False]
+
+
+def test_a_wrong_request_leaves_an_event_and_a_defect_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
+    """A ValueError at a job's first step is of its request; one after steps is ours."""
+    runner = runner_with(OneRankEngine())
+    runner.admit(fake_job("wrong", FakeRequest(seed=1, num_steps=2, bad_begin=True)))
+    runner.admit(fake_job("good", FakeRequest(seed=1, num_steps=2, fault="value_error", fault_step=2)))
+    with caplog.at_level(logging.INFO, logger="engines.gang"):
+        runner.execute(plan(("wrong", 1, None), ("good", 1, None)))
+        runner.execute(plan(("good", 2, None)))
+    found = [(r.gang_job_id, r.levelname, bool(r.exc_info)) for r in caplog.records if "fail" in r.message]  # type: ignore[attr-defined]
+    assert found == [("wrong", "INFO", False), ("good", "ERROR", True)]
+    assert "this request has no beginning" in caplog.text
