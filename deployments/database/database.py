@@ -14,7 +14,7 @@ from sqlalchemy import URL, ColumnElement, Connection, Dialect, Executable, Row,
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine import AdaptedConnection, ExceptionContext, make_url
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
 from sqlalchemy.orm import InstrumentedAttribute
 
 from deployments.asyncio_tools import finish
@@ -92,18 +92,26 @@ def first_free(key: InstrumentedAttribute[T], *conditions: ColumnElement[bool], 
     return first.with_for_update(skip_locked=True).scalar_subquery()
 
 
+async def lock_until_end(connection: AsyncConnection, lock: str) -> None:
+    """Let transactions with the same ``lock`` write one after the other.
+
+    PostgreSQL needs that for those that write depending on what others write; SQLite has one writer at a time.
+    """
+    if connection.dialect.name == "postgresql":
+        await connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(lock, 0))))
+
+
 async def row_of(engine: AsyncEngine, statement: Executable, lock: str | None = None) -> Row[Any] | None:
     """Execute a statement with RETURNING, and return its row; None if it has none.
 
-    Statements with the same ``lock`` run one after the other. PostgreSQL needs that for those that write depending on
-    what others write; SQLite has one writer at a time.
+    Statements with the same ``lock`` run one after the other.
     It is not cut short: a connection that is cancelled while it reads such a row keeps SQLite's lock.
     """
 
     async def execute() -> Row[Any] | None:
         async with engine.begin() as connection:
-            if lock is not None and engine.dialect.name == "postgresql":
-                await connection.execute(select(func.pg_advisory_xact_lock(func.hashtextextended(lock, 0))))
+            if lock is not None:
+                await lock_until_end(connection, lock)
             row: Row[Any] | None = (await connection.execute(statement)).one_or_none()
             return row
 

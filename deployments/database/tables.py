@@ -42,7 +42,7 @@ class ClipRow(Base):
 
 
 class UsageRow(Base):
-    """Use of one key through one replica of the API, since that started."""
+    """Use of one key through one replica of the API, or through all whose rows were merged."""
 
     __tablename__ = "troupe_usage"
 

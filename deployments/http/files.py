@@ -8,14 +8,16 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from deployments.clips.objects import Bucket, StoredObject
 from deployments.clips.storage import data_folder
 from deployments.places import make_private, write_privately
 
+Name = TypeVar("Name", str, Path)
 NAME = re.compile(r"[0-9a-f]{32}\.(png|jpeg|webp)")
 SWEEP_EVERY_S = 60.0
 """Interval of sweeps of object storage, each of which lists all files."""
@@ -67,7 +69,9 @@ class FileShelf:
     def sweep(self, num_new_bytes: int = 0) -> None:
         """Delete expired and half-written files, then the oldest, until ``num_new_bytes`` more fit."""
         own = [path for path in self.folder.rglob("*") if OWN.fullmatch(path.name)]
-        sweep(own, self.lifetime_s, self.max_bytes, num_new_bytes)
+        files = [(stat.st_mtime, stat.st_size, path) for path in own if (stat := _stat(path)) is not None]
+        for path in old_files(files, self.lifetime_s, self.max_bytes - num_new_bytes):
+            path.unlink(missing_ok=True)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -110,28 +114,22 @@ class ObjectShelf:
     def sweep(self) -> None:
         """Delete expired objects, then the oldest, until ``max_bytes`` remain."""
         found = [one for one in self.bucket.list("files") if NAME.fullmatch(one.name.rpartition("/")[2])]
-        num_bytes, old = sum(one.num_bytes for one in found), []
-        for one in sorted(found, key=lambda one: one.modified_s):
-            if time.time() - one.modified_s < self.lifetime_s and num_bytes <= self.max_bytes:
-                break
-            old.append(one.name)
-            num_bytes -= one.num_bytes
-        self.bucket.remove(*old)
+        files = [(one.modified_s, one.num_bytes, one.name) for one in found]
+        self.bucket.remove(*old_files(files, self.lifetime_s, self.max_bytes))
 
 
 def _tag(key_hash: str) -> str:
     return hashlib.sha256(key_hash.encode()).hexdigest()[:8]
 
 
-def sweep(paths: Iterable[Path], lifetime_s: float, max_bytes: int, num_new_bytes: int) -> None:
-    """Delete those of ``paths`` older than ``lifetime_s``, then the oldest, until ``num_new_bytes`` more fit."""
-    stats = ((path, _stat(path)) for path in paths)
-    files = sorted((stat.st_mtime, stat.st_size, path) for path, stat in stats if stat is not None)
-    num_bytes = sum(size for _, size, _ in files) + num_new_bytes
-    for modified_s, size, path in files:
+def old_files(files: Iterable[tuple[float, int, Name]], lifetime_s: float, max_bytes: int) -> Iterator[Name]:
+    """Yield names of ``files`` (time, size, name): those past ``lifetime_s``, then the oldest above ``max_bytes``."""
+    files = sorted(files)
+    num_bytes = sum(size for _, size, _ in files)
+    for modified_s, size, name in files:
         if time.time() - modified_s < lifetime_s and num_bytes <= max_bytes:
             break
-        path.unlink(missing_ok=True)
+        yield name
         num_bytes -= size
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal
 from zipfile import ZIP_DEFLATED, ZipFile
 
 from deployments.model_config import ModelConfig
@@ -25,6 +25,9 @@ from engines.core.logs import timed
 from engines.core.storage import device_name, facts_digest, write_atomically, write_once
 from engines.fast.triton_cache import Entries, has_triton, read_entry, recorded_entries
 
+if TYPE_CHECKING:
+    from deployments.clips.objects import Bucket
+
 KERNELS, STRATEGIES = "kernels", "strategies"
 COMPILED, TRITON = "torch_compile", "triton"
 """Names in a bundle: a file, and the folder of entries."""
@@ -32,16 +35,8 @@ COMPILED, TRITON = "torch_compile", "triton"
 logger = logging.getLogger(__name__)
 
 
-class Store(Protocol):
-    def read(self, name: str) -> bytes:
-        """Return the content of ``name``. FileNotFoundError if it is not there."""
-
-    def write(self, name: str, data: bytes, *, replaces: bool) -> bool:
-        """Write ``name``. Without ``replaces``, return False if another process has written it (folders only)."""
-
-
 class FolderStore:
-    """Files below ``folder``."""
+    """Files below ``folder``, read and written as objects of a ``Bucket`` are."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,35 +44,18 @@ class FolderStore:
     def read(self, name: str) -> bytes:
         return (self.folder / name).read_bytes()
 
-    def write(self, name: str, data: bytes, *, replaces: bool) -> bool:
-        if not replaces:
-            return write_once(self.folder / name, data)
+    def write(self, name: str, data: bytes) -> None:
         write_atomically(self.folder / name, data)
-        return True
 
 
-class ObjectStore:
-    """Objects below ``url``. The last of several writers of a name wins."""
-
-    def __init__(self, url: str) -> None:
-        from deployments.clips.objects import Bucket
-
-        self._bucket = Bucket(url)
-
-    def read(self, name: str) -> bytes:
-        return self._bucket.read(name)
-
-    def write(self, name: str, data: bytes, *, replaces: bool) -> bool:
-        self._bucket.write(name, data)
-        return True
-
-
-def shared_store() -> Store | None:
+def shared_store() -> FolderStore | Bucket | None:
     """Return the store of ``TROUPE_KERNEL_CACHE``; None if that is not set."""
     place = Settings().kernel_cache
-    if not place:
-        return None
-    return ObjectStore(place) if "://" in place else FolderStore(Path(place))
+    if "://" not in place:
+        return FolderStore(Path(place)) if place else None
+    from deployments.clips.objects import Bucket  # with SQLAlchemy
+
+    return Bucket(place)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +148,7 @@ def _facts(model: ModelConfig, part: str, device: str) -> Mapping[str, str]:
     }
 
 
-def _read(store: Store, name: str) -> tuple[Store | None, bytes | None]:
+def _read(store: FolderStore | Bucket, name: str) -> tuple[FolderStore | Bucket | None, bytes | None]:
     """Return the store, None if it fails, and the bundle in it as bytes, None if there is none."""
     try:
         return store, store.read(name)
@@ -200,11 +178,13 @@ def _warn_unread(name: str, error: Exception) -> None:
     logger.warning("compiled kernels of other nodes cannot be read: %s", error, extra={"kernels": name})
 
 
-def _save(store: Store, name: str, known: KernelBundle, folders: Iterable[Path], *, replaces: bool) -> None:
+def _save(
+    store: FolderStore | Bucket, name: str, known: KernelBundle, folders: Iterable[Path], *, replaces: bool
+) -> None:
     """Store ``known`` with what it lacks, if anything: PyTorch's kernels, and entries of Triton's cache in ``folders``.
 
-    PyTorch's kernels stay as they are known: they include choices by time. One of several concurrent writers wins. A
-    later start adds the entries of the others.
+    PyTorch's kernels stay as they are known: they include choices by time. One of several concurrent writers wins, in
+    a folder the first. A later start adds the entries of the others.
     """
     import torch
 
@@ -216,9 +196,12 @@ def _save(store: Store, name: str, known: KernelBundle, folders: Iterable[Path],
             return
         compiled = known.compiled if made is None else made[0]
         data = KernelBundle(compiled=compiled, triton={**known.triton, **entries}).to_bytes()
-        if store.write(name, data, replaces=replaces):
-            facts = {"kernels": name, "num_bytes": len(data), "num_triton": len(entries)}
-            logger.info("compiled kernels are stored", extra=facts)
+        if replaces or not isinstance(store, FolderStore):
+            store.write(name, data)
+        elif not write_once(store.folder / name, data):
+            return
+        facts = {"kernels": name, "num_bytes": len(data), "num_triton": len(entries)}
+        logger.info("compiled kernels are stored", extra=facts)
     except Exception as error:
         logger.warning("compiled kernels cannot be stored for other nodes: %s", error, extra={"kernels": name})
 

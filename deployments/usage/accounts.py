@@ -89,7 +89,7 @@ class Accounts:
         """Count a finished picture or clip, or what one has used that ended before by its client's doing."""
         self._accounts[key].charge(gpu_s, self._clock(), is_finished=is_finished)
         if self.ledger is not None:
-            self.ledger.note(key, self._accounts[key])
+            self.ledger.note(key, gpu_s, is_finished=is_finished)
         self._names.observe_gpu_seconds(model, key, gpu_s)
         if self.limits_of(key).is_limited:
             self._report_soon(key)
@@ -101,15 +101,8 @@ class Accounts:
             balance = (await self._keeper.report(self._replica, {key: account.statement(self._clock())}))[key]
         else:
             balance = Balance.of([account], self._clock())
-        others = None if self.ledger is None else await self.ledger.others(key)
-        if others is None:
-            return balance
-        return replace(
-            balance,
-            since=min(others.since, account.since),
-            num_requests=others.num_requests + account.num_requests,
-            gpu_s=others.gpu_s + account.gpu_s,
-        )
+        stored = None if self.ledger is None else await self.ledger.used(key)
+        return balance if stored is None else replace(stored, last_minute_s=balance.last_minute_s)
 
     def _report_soon(self, *keys: str) -> None:
         """Report the accounts of ``keys``, and all that count for as long as there are any."""

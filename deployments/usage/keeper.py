@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from deployments.usage.quotas import Account, Balance, KeyLimits, LimitReachedError, find_limits
+from deployments.usage.quotas import MINUTE_S, Account, Balance, KeyLimits, LimitReachedError, find_limits
 
 LEASE_S = 15.0
 """A replica that was silent for this long is gone, and its reservations have ended."""
@@ -52,7 +52,7 @@ class AccountKeeper:
     def __init__(self, limits: Iterable[KeyLimits] = (), clock: Callable[[], float] = time.monotonic) -> None:
         self._limits, self._clock = tuple(limits), clock
         self._accounts: defaultdict[str, dict[str, Account]] = defaultdict(dict)
-        """Accounts by key and replica. The use of replicas that are gone still counts."""
+        """Accounts by key and replica. The use of replicas that are gone still counts, for a minute."""
         self._heard_s: dict[str, float] = {}
         """Time of the last call, by replica."""
         self._reported = asyncio.Event()
@@ -60,6 +60,7 @@ class AccountKeeper:
     async def report(self, replica: str, accounts: Mapping[str, Account]) -> Mapping[str, Balance]:
         """See ``Keeper``."""
         now_s = self._heard_s[replica] = self._clock()
+        self._forget([one for one, heard_s in self._heard_s.items() if heard_s < now_s - LEASE_S - MINUTE_S])
         for key, account in accounts.items():
             known = self._accounts[key].get(replica)
             if known is None or known.version < account.version:
@@ -102,6 +103,13 @@ class AccountKeeper:
                 return await self._reported.wait()
         except TimeoutError:
             return False
+
+    def _forget(self, replicas: Iterable[str]) -> None:
+        """Forget silent ``replicas``: nothing of theirs counts. One that comes back says all again."""
+        for replica in replicas:
+            del self._heard_s[replica]
+            for accounts in self._accounts.values():
+                accounts.pop(replica, None)
 
     def _num_open(self, key: str) -> int:
         alive_s = self._clock() - LEASE_S

@@ -140,6 +140,14 @@ class Balance:
     last_minute_s: float = 0.0
     """GPU-seconds of the last minute."""
 
+    def __add__(self, other: Balance) -> Balance:
+        return Balance(
+            since=min(self.since, other.since),
+            num_requests=self.num_requests + other.num_requests,
+            gpu_s=self.gpu_s + other.gpu_s,
+            last_minute_s=self.last_minute_s + other.last_minute_s,
+        )
+
     @classmethod
     def of(cls, accounts: Collection[Account], now_s: float) -> Balance:
         """Return the sum of ``accounts``, of which there is one at least."""

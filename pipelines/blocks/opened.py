@@ -210,7 +210,7 @@ class OpenedPipeline:
 
     @cached_property
     def outlined(self) -> Any:
-        """A pipeline with outlines of all models except transformers' own, patched like a loaded one.
+        """A pipeline for the decoder, with ``_shared_outline`` of all parts, patched like a loaded one.
 
         It has no guardrail, which would be loaded.
         """
@@ -222,10 +222,8 @@ class OpenedPipeline:
 
     @cached_property
     def for_ranks(self) -> Any:
-        """A pipeline for preparation and loop: outlines of all models, stand-ins for the transformers."""
-        pipeline = self._with_parts(lambda name: None if name in self.transformers else self._shared_outline(name))
-        for name in self.transformers:
-            setattr(pipeline, name, self._stand_in(name))
+        """A pipeline for preparation and loop, with ``_shared_outline`` of all parts."""
+        pipeline = self._with_parts(self._shared_outline)
         if self.control_part:
             getattr(pipeline, self.control_part).forward = _RecordedControl(self.spec)
         opened = proxy(self)  # in a cycle, all weights would wait for the garbage collector
@@ -403,13 +401,13 @@ class OpenedPipeline:
         return self.load_part(name) if part.__module__.startswith("diffusers.") else None
 
     def _shared_outline(self, name: str) -> Any:
-        """Return ``_outline(name)``, made once for ``outlined`` and ``for_ranks``, which load no weights."""
+        """Return a transformer's stand-in or another part's outline, made once for ``outlined`` and ``for_ranks``."""
         if name not in self._outlines:
-            self._outlines[name] = self._outline(name)
+            self._outlines[name] = self._stand_in(name) if name in self.transformers else self._outline(name)
         return self._outlines[name]
 
     def _stand_in(self, name: str) -> RecordingTransformer:
-        outline = self._shared_outline(name) if self.spec.block_modules else None
+        outline = self._outline(name) if self.spec.block_modules else None
         parts = {part: getattr(outline, part) for part in self.spec.block_modules}
         config, blank = self.part_config(name), self.spec.blank_prediction
         return RecordingTransformer(name, self.part_class(name), config, self.models_device, self.dtype, blank, parts)

@@ -14,11 +14,11 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from deployments.clips.objects import Bucket
 from deployments.model_config import ModelConfig
 from deployments.stages import kernel_cache
 from deployments.stages.kernel_cache import (
     FolderStore,
-    ObjectStore,
     shared_kernels,
     stage_kernels,
     strategies_folder,
@@ -164,7 +164,7 @@ def test_a_bundle_is_extended_by_entries_that_it_lacks(
         if node == "third":
             writes = [Mock(), Mock()]
             monkeypatch.setattr(FolderStore, "write", writes[0])
-            monkeypatch.setattr(ObjectStore, "write", writes[1])
+            monkeypatch.setattr(Bucket, "write", writes[1])
         monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / node))
         with shared_kernels(MODEL, "decoder", "cuda:0"):
             managers = {key: layout.get_cache_manager(key) for key in looked_up}
@@ -198,7 +198,7 @@ def test_a_store_that_fails_for_a_while_keeps_what_it_has(
         pass
     bundles.made = (b"choices of another node", None)
     with monkeypatch.context() as failing:
-        for store in (FolderStore, ObjectStore):
+        for store in (FolderStore, Bucket):
             failing.setattr(store, "read", Mock(side_effect=TimeoutError("later")))
         with shared_kernels(MODEL, "decoder", "cpu"):
             failing.undo()  # it works again when the node has compiled

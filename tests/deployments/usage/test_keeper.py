@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from deployments.usage import keeper as keepers
-from deployments.usage.keeper import AccountKeeper
-from deployments.usage.quotas import Account, KeyLimits, LimitReachedError
+from deployments.usage.keeper import LEASE_S, AccountKeeper
+from deployments.usage.quotas import MINUTE_S, Account, KeyLimits, LimitReachedError
 from tests.deployments.usage.conftest import MINE, SetTime
 from tests.support.patience import PATIENCE_S
 
@@ -65,3 +66,17 @@ async def test_a_late_report_changes_nothing(keeper: AccountKeeper, monkeypatch:
     await keeper.report("first", {MINE: account(4)})
     await keeper.report("first", {MINE: account(3, held=2)})
     assert await keeper.reserve("second", MINE, other, "other", 0) is None
+
+
+async def test_replicas_that_are_gone_are_forgotten_once_nothing_of_theirs_counts(
+    keeper: AccountKeeper, clock: SetTime
+) -> None:
+    """A silent replica that comes back says all again."""
+    used = Account(since=0, version=1, num_requests=1, gpu_s=4.0, charges=[(0.0, 4.0)])
+    for replica in ("gone", "silent"):
+        await keeper.report(replica, {MINE: used})
+    clock.now_s += LEASE_S + 1
+    assert (await keeper.report("alive", {MINE: account(1)}))[MINE].last_minute_s == 8.0
+    clock.now_s += MINUTE_S
+    assert (await keeper.report("silent", {MINE: replace(used, version=2, charges=[])}))[MINE].gpu_s == 4.0
+    assert keeper._accounts[MINE].keys() == keeper._heard_s.keys() == {"alive", "silent"}

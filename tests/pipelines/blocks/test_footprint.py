@@ -148,3 +148,16 @@ def test_pictures_become_bytes_in_the_memory_of_one() -> None:
     one, several, frames = peaks
     assert several - one < 100, "the sum of each"
     assert frames > 3 * one
+
+
+@pytest.mark.parametrize("model", ["flux-shapes", "wan-shapes", "FLUX.2-klein-4B"])
+def test_an_estimate_makes_the_outline_of_each_part_once(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The decoder's blocks need no second transformer."""
+    outline, made = OpenedPipeline._part_outline, list[str]()
+    monkeypatch.setattr(OpenedPipeline, "_part_outline", lambda self, name: made.append(name) or outline(self, name))  # type: ignore[func-returns-value]
+    checkpoint = Checkpoint.of_configuration(model, "meta", "bfloat16")
+    request = checkpoint.defaults.request()
+    assert checkpoint.weightless()
+    assert checkpoint.footprint(request)
+    assert checkpoint.largest_step(request)
+    assert sorted(made) == ["transformer", "vae"]
