@@ -17,7 +17,7 @@ from ray.serve._private.api import call_user_app_builder_with_args_if_necessary
 from deployments.app import build_app
 from deployments.cli.cluster import num_logical_cpus
 from deployments.cli.serving import READY_DEADLINE_S, load_config, parse_config, ready_deadline_s
-from deployments.config import AppConfig, ServeConfig
+from deployments.config import CONFIGS, AppConfig, ServeConfig
 from deployments.model_config import ModelConfig
 from deployments.stages.stage_config import DenoiserConfig, StageConfig
 from engines.core.spec import PRECISIONS, is_static
