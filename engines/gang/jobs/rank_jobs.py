@@ -232,7 +232,7 @@ class RankJobs:
             resident.state = self._sampler.begin(resident.job.request, resident.job.conditioning)
             num_steps = self._sampler.num_steps(resident.state)
             if num_steps != resident.job.num_steps:
-                raise ValueError(f"the job says {resident.job.num_steps} steps and its schedule has {num_steps}")
+                raise RuntimeError(f"the job says {resident.job.num_steps} steps and its schedule has {num_steps}")
             logger.info("job begins", extra=self._log_fields(resident.job))
 
     def _branches(self, resident: ResidentJob) -> tuple[Branch, ...] | None:

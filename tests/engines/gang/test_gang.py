@@ -126,7 +126,7 @@ async def test_a_job_that_fails_in_its_maths_fails_alone(gang: Gang, fault: dict
 
 
 async def test_a_schedule_of_another_length_than_promised_is_an_error(gang: Gang) -> None:
-    with pytest.raises(ValueError, match="the job says 3 steps and its schedule has 2"):
+    with pytest.raises(RuntimeError, match="the job says 3 steps and its schedule has 2"):
         await run(gang, fake_job("long", FakeRequest(seed=1, num_steps=2), num_steps=3))
 
 
