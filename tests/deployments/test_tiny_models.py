@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,8 @@ MAKERS: Mapping[str, Callable[[Path], Path]] = {
     "z-image": tiny_models.z_image,
     "sd3": tiny_others.sd3,
 }
+AVOIDED = {"qwen": " ", "sd3": ""}
+"""Negative prompts that are used if a request has none: of Qwen-Image's card and of SD3's pipeline in diffusers."""
 STEPS = 2
 SEED = 5
 LARGEST_DIFFERENCE = 1
@@ -49,7 +52,7 @@ def test_pictures_are_those_of_diffusers(
     with live(config_of(folders, num_ranks=num_ranks)) as url:
         for name, folder in folders.items():
             request = request_of(folder)
-            expected = own_state(folder, request).get("images")
+            expected = own_state(folder, replace(request, negative_prompt=AVOIDED.get(name))).get("images")
             pixels = 255 * expected[0].movedim(0, -1).float().numpy()
             assert pixels.std() > 1
             served = pixels_of(
