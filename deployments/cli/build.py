@@ -51,7 +51,7 @@ def calibrate(source: str, out: Path, prompts_file: Path | None, size: str | Non
     with recording_all(model) as records:
         run()
     save_calibration(records, out)
-    console.print(f"{out}  scales of {source} over {counted(len(prompts), 'prompt', 'prompts')}", soft_wrap=True)
+    console.print(f"{out}  scales of {source} over {counted(len(prompts), 'prompt', 'prompts')}")
 
 
 def model_over(
@@ -150,7 +150,7 @@ class EngineBuildOptions:
 def build(options: EngineBuildOptions) -> None:
     """Build the engine files, or find them in the cache, and print a report of each. Errors: ``engine_reports``."""
     for report in engine_reports(options):
-        console.print("\n".join(report.lines()), soft_wrap=True)
+        console.print("\n".join(report.lines()))
 
 
 def engine_reports(options: EngineBuildOptions) -> list[EngineReport]:
@@ -222,7 +222,7 @@ def record_calibration(checkpoint: Checkpoint, prompts: Sequence[str], size: str
     for name, record in records.items():
         file = calibration_of(model.modules[name], folder)
         save_calibration({name: record}, file)
-        console.print(f"calibrated {name} on {len(prompts)} prompts: {file}", soft_wrap=True)
+        console.print(f"calibrated {name} on {len(prompts)} prompts: {file}")
 
 
 def find_target(text: str) -> Any:

@@ -84,7 +84,7 @@ def generate(client: Client, prompt: str, out: Path, options: dict[str, Any], in
     for number, result in enumerate(sorted(results, key=lambda result: (result.index, result.layer)), 1):
         file = out if num_results == 1 else out.with_stem(f"{out.stem}-{number}")
         file.write_bytes(result.data)
-        console.print(f"{file}  seed {result.seed}  {timings_line(result)}", soft_wrap=True)
+        console.print(f"{file}  seed {result.seed}  {timings_line(result)}")
 
 
 def _parse_lora(written: str) -> dict[str, Any]:

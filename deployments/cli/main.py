@@ -157,9 +157,9 @@ def serve(
         for warning in warnings(settings):
             typer.echo(f"troupe: warning: {warning}", err=True)
         with started(settings, lambda url: announce(url, settings.app.metrics.url)) as url:
-            console.print(f"Metrics: {settings.app.metrics.url or 'none'}", soft_wrap=True)
+            console.print(f"Metrics: {settings.app.metrics.url or 'none'}")
             console.print(f"Serving at {url} (docs at {url}/docs). Ctrl-C ends it.")
-            console.print(f"Logs of its processes: {logs_folder()}", soft_wrap=True)
+            console.print(f"Logs of its processes: {logs_folder()}")
             show_requests(logs_folder(), log_format, typer.echo)
             signal.pause()
 

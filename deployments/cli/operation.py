@@ -70,7 +70,7 @@ def announce(url: str, metrics_url: str = "") -> None:
         make_private_file(file)
         record = file.open("a+")
     except OSError as error:
-        console.print(f"Other commands will not find this server: {error}", soft_wrap=True)
+        console.print(f"Other commands will not find this server: {error}")
         return
     fcntl.flock(record, fcntl.LOCK_EX)
     record.truncate(0)
@@ -136,7 +136,7 @@ def stop(port: int | None, timeout_s: float) -> None:
         time.sleep(POLL_S)
     file_of(server.url).unlink(missing_ok=True)
     took_s = time.monotonic() - start_s
-    console.print(f"{server.url} (process {server.pid}) ended after {took_s:.1f} s", soft_wrap=True)
+    console.print(f"{server.url} (process {server.pid}) ended after {took_s:.1f} s")
 
 
 def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = False) -> bool:
@@ -161,11 +161,11 @@ def print_status(url: str, api_key: str, metrics_url: str, *, as_json: bool = Fa
         numbers = (str(counts[column].get(model, 0)) if counts else UNKNOWN for column in GAUGES)
         kinds = ", ".join(cards[model]["kinds"]) if model in cards else UNKNOWN
         rows.append((model, kinds, *numbers, state))
-    console.print(f"{url} is {'ready' if is_ready else 'not ready'}", soft_wrap=True)
+    console.print(f"{url} is {'ready' if is_ready else 'not ready'}")
     print_table(("model", "kind", *GAUGES, "state"), rows)
     if not counts:
         where = f"{metrics_url} does not answer" if metrics_url else "give --metrics-url"
-        console.print(f"No numbers of gangs and jobs: {where}", soft_wrap=True)
+        console.print(f"No numbers of gangs and jobs: {where}")
     return is_ready
 
 
@@ -216,7 +216,7 @@ def download_clip(url: str, api_key: str, clip_id: str, out: Path) -> None:
         data = client.clip_file(clip_id)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_bytes(data)
-    console.print(str(out), soft_wrap=True)
+    console.print(str(out))
 
 
 def delete_clips(url: str, api_key: str, clip_ids: Sequence[str]) -> None:
@@ -224,7 +224,7 @@ def delete_clips(url: str, api_key: str, clip_ids: Sequence[str]) -> None:
     with _client(url, api_key) as client:
         for clip_id in clip_ids:
             client.delete_clip(clip_id)
-            console.print(f"{clip_id} is deleted", soft_wrap=True)
+            console.print(f"{clip_id} is deleted")
 
 
 def _client(url: str, api_key: str) -> Client:

@@ -18,8 +18,8 @@ from deployments.service.interface import Progress
 if TYPE_CHECKING:
     from deployments.config import ServeConfig
 
-console = Console(markup=False, emoji=False, highlight=False)
-"""Prints text unchanged: prompts, names and servers' messages may have brackets and colons."""
+console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
+"""Prints text unchanged: prompts, names and messages may have brackets and colons, and programs read whole lines."""
 
 
 def follow(title: str, events: Iterator[Progress | Result], num_results: int = 1) -> list[Result]:

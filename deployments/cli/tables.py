@@ -30,7 +30,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence[str | Text]]) -
     table.columns[-1].overflow = "fold"  # paths and addresses are kept whole
     for row in texts:
         table.add_row(*row)
-    console.print(table)
+    console.print(table, soft_wrap=False)
 
 
 def _print_paragraph(headings: Sequence[str], row: Sequence[Text]) -> None:

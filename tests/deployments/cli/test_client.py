@@ -51,8 +51,8 @@ def test_several_pictures_are_files_of_their_own(tmp_path: Path) -> None:
 
 
 def test_words_are_printed_as_they_are(tmp_path: Path) -> None:
-    """A terminal's library gives brackets and colons a meaning."""
-    prompt, out = "a sign: [/open] [red] :cat:", tmp_path / "a[final].png"
+    """A terminal's library gives brackets and colons a meaning, and wraps lines."""
+    prompt, out = f"a sign: [/open] [red] :cat:{20 * ' and a dog'}", tmp_path / "a[final].png"
     with serving(build(FakeService(), tmp_path)) as url:
         result = troupe("generate", prompt, "--steps", "2", "--out", str(out), "--url", url)
     assert result.exit_code == 0, result.output
