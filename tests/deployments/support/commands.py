@@ -101,10 +101,10 @@ class Command:
         assert match is not None, self.output
         return match[0]
 
-    def wait(self) -> int:
+    def wait(self, patience_s: float = PATIENCE_S) -> int:
         """Return the exit code of a command that ends by itself, once all its processes are gone."""
         code = self._process.wait(COMMAND_S)
-        wait_until(lambda: not self.processes(), "all that it started is gone")
+        wait_until(lambda: not self.processes(), "all that it started is gone", patience_s=patience_s)
         return code
 
     def interrupt(self, *, again_after_s: float | None = None) -> int:
@@ -125,9 +125,12 @@ class Command:
         return self.wait()
 
     def kill(self) -> None:
-        """Send SIGKILL to the command itself. Return once all its processes have ended as well."""
+        """Send SIGKILL to the command itself. Return once all its processes have ended as well.
+
+        Ray's agents try for a minute to tell the head, which is dead, that their raylet is dead.
+        """
         self._process.kill()
-        self.wait()
+        self.wait(2 * PATIENCE_S)
 
     def kill_all(self) -> None:
         """Send SIGKILL to every process, until none is left."""
