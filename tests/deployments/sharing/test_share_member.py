@@ -14,7 +14,8 @@ from deployments.sharing import share_member
 from deployments.sharing.share_member import ShareMember
 from engines.core.resources import MemoryUse
 from engines.gang.arbiter import IDLE
-from engines.gang.share_group import ShareOrder, ShareReport
+from engines.gang.share_group import SILENT_S, ShareOrder, ShareReport
+from tests.support.patience import PATIENCE_S
 
 
 async def test_each_answer_says_how_long_the_model_sleeps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,6 +45,39 @@ async def test_each_answer_says_how_long_the_model_sleeps(monkeypatch: pytest.Mo
     await member.close()
     assert foreseen_s == [7.0, 0.5]
     assert moves == [(True, 7.0), (False, 0.5)], "it is known before the weights move"
+
+
+async def test_a_member_reports_while_its_weights_move(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long step delays the sleep. A silent member would count as gone, and another model take its GPUs."""
+    states: list[str] = []
+    may_end, has_moved = asyncio.Event(), asyncio.Event()
+
+    async def exchange(report: ShareReport) -> ShareOrder:
+        states.append(report.state)
+        if len(states) == 5:
+            may_end.set()
+        if report.state == "asleep":
+            has_moved.set()
+            await asyncio.Event().wait()
+        return ShareOrder(state="asleep" if len(states) > 1 else "awake")
+
+    async def move(asleep: bool) -> Sequence[MemoryUse]:
+        await may_end.wait()
+        return ()
+
+    actor = SimpleNamespace(exchange=SimpleNamespace(remote=exchange), leave=SimpleNamespace(remote=forget))
+    monkeypatch.setattr(share_member, "share_actor", lambda spec: actor)
+    monkeypatch.setattr(share_member, "ALIVE_S", 0.01)
+    member = ShareMember(cast("Any", None), "m", "denoiser", move=move, demand=lambda: IDLE)
+    await member.loaded(())
+    await asyncio.wait_for(has_moved.wait(), PATIENCE_S)
+    await member.close()
+    assert states == ["awake"] * 5 + ["asleep"]
+
+
+def test_members_report_often_enough() -> None:
+    """An arbiter that is busy or restarts may miss a report."""
+    assert 3 * (share_member.ALIVE_S + share_member.RETRY_S) < SILENT_S
 
 
 async def refuse(error: Exception) -> None:
