@@ -85,7 +85,7 @@ class ShareMember:
         if self._task is not None:
             await cancel(self._task)
         self._report = replace(self._report, state="awake", uses=tuple(uses), demand=self._demand(), pinned=None)
-        order: ShareOrder = await self._actor.exchange.remote(replace(self._report))
+        order = await self._exchange()
         self._report = replace(self._report, pinned=order.pinned)
         self._task = asyncio.create_task(self._follow())
         return order.pinned

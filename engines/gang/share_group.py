@@ -90,11 +90,15 @@ class _Member:
 class ShareGroup:
     """The processes of models that share GPUs. ``memory_bytes`` is the usable memory of each device (None: measured).
 
-    ``host_bytes`` is the host memory that all processes may pin together (None: unlimited).
+    ``host_bytes`` is the host memory that all processes may pin together (None: unlimited). Until ``quiet_until_s``, no
+    model loads or wakes up: processes that an earlier group let onto the devices may not have reported yet.
     """
 
-    def __init__(self, *, memory_bytes: int | None = None, host_bytes: int | None = None) -> None:
+    def __init__(
+        self, *, memory_bytes: int | None = None, host_bytes: int | None = None, quiet_until_s: float = -math.inf
+    ) -> None:
         self._memory_bytes, self._host_bytes = memory_bytes, host_bytes
+        self._quiet_until_s = quiet_until_s
         self._members: dict[tuple[str, str], _Member] = {}
         self._arbiter = Arbiter({})
         self._pinned: dict[str, tuple[int, ...]] = {}
@@ -150,6 +154,8 @@ class ShareGroup:
                 del self._members[key]
                 self._pinned.pop(member.report.token, None)
                 self._update(key[0], now_s)
+        if now_s < self._quiet_until_s:
+            return
         self._choose_loading(now_s)
         if self._loading is None and self._is_settled():
             self._target = self._arbiter.decide(now_s)
@@ -164,7 +170,8 @@ class ShareGroup:
         """Return the seconds until orders may change by time alone; None if they do not."""
         if any(member.report.state == "waiting" for member in self._members.values()):
             return 0.5
-        return self._arbiter.next_s(now_s)
+        next_s = self._arbiter.next_s(now_s)
+        return next_s if now_s >= self._quiet_until_s else min(next_s or math.inf, self._quiet_until_s - now_s)
 
     @property
     def has_work(self) -> bool:

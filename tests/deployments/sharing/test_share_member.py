@@ -1,4 +1,4 @@
-"""A member of a share group, with an arbiter that answers at once."""
+"""Members of a share group with simulated arbiters, and an arbiter that was restarted."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import ActorDiedError, RayTaskError
 
-from deployments.sharing import share_member
+from deployments.asyncio_tools import cancel
+from deployments.config import ShareConfig
+from deployments.sharing import share_actor, share_member
+from deployments.sharing.share_actor import ShareSpec
 from deployments.sharing.share_member import ShareMember
 from engines.core.resources import MemoryUse
 from engines.gang.arbiter import IDLE
@@ -43,7 +46,7 @@ async def test_each_answer_says_how_long_the_model_sleeps(monkeypatch: pytest.Mo
     await member.loaded(())
     await asyncio.wait_for(is_over.wait(), 60)
     await member.close()
-    assert foreseen_s == [7.0, 0.5]
+    assert foreseen_s == [0.0, 7.0, 0.5]
     assert moves == [(True, 7.0), (False, 0.5)], "it is known before the weights move"
 
 
@@ -78,6 +81,40 @@ async def test_a_member_reports_while_its_weights_move(monkeypatch: pytest.Monke
 def test_members_report_often_enough() -> None:
     """An arbiter that is busy or restarts may miss a report."""
     assert 3 * (share_member.ALIVE_S + share_member.RETRY_S) < SILENT_S
+
+
+async def test_a_model_that_has_loaded_outlives_its_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed start would load all weights again."""
+    reports: list[ShareReport] = []
+
+    async def exchange(report: ShareReport) -> ShareOrder:
+        reports.append(report)
+        if len(reports) == 1:
+            raise ActorDiedError
+        return ShareOrder(state="awake", pinned=(7,))
+
+    actor = SimpleNamespace(exchange=SimpleNamespace(remote=exchange), leave=SimpleNamespace(remote=forget))
+    monkeypatch.setattr(share_member, "share_actor", lambda spec: actor)
+    monkeypatch.setattr(share_member, "RETRY_S", 0.0)
+    member = ShareMember(cast("Any", None), "m", "denoiser", move=cast("Any", None), demand=lambda: IDLE)
+    assert await member.loaded((MemoryUse(weights=8),)) == (7,)
+    await member.close()
+    assert reports[1] == reports[0]
+
+
+@pytest.mark.parametrize(("is_restarted", "state"), [(False, "loading"), (True, "waiting")])
+async def test_an_arbiter_that_was_restarted_hears_all_members_first(
+    monkeypatch: pytest.MonkeyPatch, is_restarted: bool, state: str
+) -> None:
+    context = SimpleNamespace(was_current_actor_reconstructed=is_restarted)
+    monkeypatch.setattr(share_actor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr("deployments.replicas.prepare_replica", lambda: None)
+    monkeypatch.setattr(share_actor, "POLL_S", 0.0)
+    actor = share_actor.ShareActor(ShareSpec(name="gpus", config=ShareConfig(), models=()))
+    order = await actor.exchange(ShareReport(model="m", stage="denoiser", token="t", state="waiting"))
+    assert order.state == state
+    assert actor._watch is not None
+    await cancel(actor._watch)
 
 
 async def refuse(error: Exception) -> None:

@@ -211,6 +211,22 @@ def test_a_new_arbiter_knows_all_from_the_next_reports() -> None:
     assert new.pinned_bytes == group.pinned_bytes == 50 * GIB
 
 
+def test_a_new_arbiter_lets_no_model_onto_the_devices_before_all_have_reported() -> None:
+    """A model that is awake may report after one that waits for its memory, or for its turn to load."""
+    group = ShareGroup()
+    a, b = (Member(group=group, model=model) for model in "ab")
+    loaded(group, a, b)
+    new = ShareGroup(quiet_until_s=5.0)
+    for one in (a, b):
+        one.group = new
+    c = Member(group=new, model="c")
+    assert a.say(1.0, demand=WORK) == "asleep", "b is awake"
+    assert c.say(1.1) == "waiting", "b is awake"
+    assert b.say(2.0) == "awake"
+    assert new.next_s(3.0) is not None
+    assert [a.say(5.1), b.follows(5.1), c.say(5.2)] == ["asleep", "asleep", "loading"]
+
+
 def test_host_memory_is_granted_up_to_its_limit() -> None:
     group = ShareGroup(host_bytes=50 * GIB)
     a, b = Member(group=group, model="a", gib=(20.0, 20.0), devices=("gpu-0", "gpu-1")), Member(group=group, model="b")
