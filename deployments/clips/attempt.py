@@ -8,12 +8,12 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from deployments.asyncio_tools import EndedError, unless
+from deployments.asyncio_tools import EndedError, finish, unless
 from deployments.clips.database import ClipError
 from deployments.clips.eta import learn_clip
 from deployments.clips.objects import ClipObjects
 from deployments.clips.settings import ClipSettings
-from deployments.clips.storage import DATABASE_FAILURES, ClipFolders, StorageFullError, is_full, is_lost
+from deployments.clips.storage import DATABASE_FAILURES, ClipFolders, StorageFullError, Variant, is_full, is_lost
 from deployments.clips.store import Claim, Claims
 from deployments.requests.request_errors import is_user_error
 from deployments.requests.rules import check_kept
@@ -68,7 +68,7 @@ class Attempt:
             await self._fail(ClipError(code="gave_up", message=message))
             return
         try:
-            media = await unless(self._perform(), self._keep_claim())
+            media = await unless(self._make(), self._keep_claim())
             await self._finish(media)
         except EndedError:
             logger.info("clip was deleted or taken over", extra={"clip_id": clip.id})
@@ -83,6 +83,13 @@ class Attempt:
                 self.admission.set_exception(failure)
         finally:
             self._admit()
+
+    async def _make(self) -> Media:
+        """Return the clip, whose files are written: that may take longer than a claim lasts."""
+        media = await self._perform()
+        await self._write("video", media.data)
+        await self._write("thumbnail", media.thumbnail)
+        return media
 
     async def _perform(self) -> Media:
         clip, owner = self.claim.clip, self.claim.owner
@@ -110,9 +117,13 @@ class Attempt:
                         if event.eta_s is not None and self._decode_s is not None:
                             self.eta_at_s = time.time() + event.eta_s + self._decode_s
                     case Preview():
-                        await asyncio.to_thread(self.folders.write, clip.id, "preview", event.data)
+                        await self._write("preview", event.data)
                         self.num_previews = event.index + 1
         raise RuntimeError("the service ended without a clip")
+
+    async def _write(self, variant: Variant, data: bytes) -> None:
+        """Write a file. It is not cut short: what follows may delete the folder."""
+        await finish(asyncio.to_thread(self.folders.write, self.claim.clip.id, variant, data))
 
     @property
     def _age_s(self) -> float:
@@ -162,8 +173,6 @@ class Attempt:
 
     async def _finish(self, media: Media) -> None:
         clip_id = self.claim.clip.id
-        await asyncio.to_thread(self.folders.write, clip_id, "video", media.data)
-        await asyncio.to_thread(self.folders.write, clip_id, "thumbnail", media.thumbnail)
         learn_clip(self.times, self.claim.clip.request, media.timings)
         if await self.claims.complete(self.claim, media.timings):
             await asyncio.to_thread(self.folders.remove_inputs, clip_id)
