@@ -13,7 +13,7 @@ from deployments.clips.database import ClipError
 from deployments.clips.eta import learn_clip
 from deployments.clips.objects import ClipObjects
 from deployments.clips.settings import ClipSettings
-from deployments.clips.storage import DATABASE_FAILURES, ClipFolders, StorageFullError, Variant, is_full, is_lost
+from deployments.clips.storage import UNAVAILABLE, ClipFolders, Variant, is_full, is_lost
 from deployments.clips.store import Claim, Claims
 from deployments.requests.request_errors import is_user_error
 from deployments.requests.rules import check_kept
@@ -162,7 +162,7 @@ class Attempt:
         """Record the progress. Return False if the claim is lost, None if the database cannot be written."""
         try:
             return await self.claims.report(self.claim, self.progress, self.num_previews, self.eta_at_s)
-        except (*DATABASE_FAILURES, StorageFullError):
+        except UNAVAILABLE:
             logger.warning("progress could not be written", exc_info=True, extra={"clip_id": self.claim.clip.id})
             return None
 
@@ -192,10 +192,11 @@ class Attempt:
         clip = self.claim.clip
         error = final_error(failure)
         if error is None and isinstance(failure, QueueFullError | ModelUnavailableError):  # not the fault of the clip
-            await self.claims.give_back(self.claim, wait_s=failure.retry_after_s, counts=False)
+            await self._queue_again(failure.retry_after_s, counts=False)
             return
         if is_lost(failure):  # not its fault either
-            await self._queue_again(failure)
+            logger.warning("clip waits for the data directory", exc_info=failure, extra={"clip_id": clip.id})
+            await self._queue_again(self.settings.retry_s, counts=False)
             return
         fields = {"clip_id": clip.id, "attempt": clip.attempts, "reason": str(failure)}
         logger.warning("clip failed", exc_info=None if is_user_error(failure) else failure, extra=fields)
@@ -204,16 +205,15 @@ class Attempt:
         if error is not None:
             await self._fail(error)
         else:
-            await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=True)
+            await self._queue_again(self.settings.retry_s, counts=True)
 
-    async def _queue_again(self, failure: Exception) -> None:
-        """Requeue the clip without counting the attempt, once the database can be written."""
-        logger.warning("clip waits for the data directory", exc_info=failure, extra={"clip_id": self.claim.clip.id})
+    async def _queue_again(self, wait_s: float, *, counts: bool) -> None:
+        """Requeue the clip once the database can be written. ``counts``: whether this was an attempt."""
         while True:
             try:
-                await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=False)
+                await self.claims.give_back(self.claim, wait_s=wait_s, counts=counts)
                 return
-            except (*DATABASE_FAILURES, StorageFullError):
+            except UNAVAILABLE:
                 await asyncio.sleep(self.settings.progress_s)
 
 
