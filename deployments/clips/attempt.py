@@ -17,7 +17,16 @@ from deployments.clips.storage import UNAVAILABLE, ClipFolders, Variant, is_full
 from deployments.clips.store import Claim, Claims
 from deployments.requests.request_errors import is_user_error
 from deployments.requests.rules import check_kept
-from deployments.service.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Service
+from deployments.service.interface import (
+    Media,
+    ModelUnavailableError,
+    Output,
+    Preview,
+    Progress,
+    Queued,
+    Service,
+    StageTimes,
+)
 from engines.core.engine import JobFailedError
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
@@ -174,10 +183,24 @@ class Attempt:
     async def _finish(self, media: Media) -> None:
         clip_id = self.claim.clip.id
         learn_clip(self.times, self.claim.clip.request, media.timings)
-        if await self.claims.complete(self.claim, media.timings):
+        if await self._complete(media.timings):
             await asyncio.to_thread(self.folders.remove_inputs, clip_id)
         else:
             await self._clean()
+
+    async def _complete(self, timings: StageTimes) -> bool:
+        """Record the end once the database answers. Return False if the claim is lost."""
+        is_told = False
+        while True:
+            try:
+                return await self.claims.complete(self.claim, timings)
+            except UNAVAILABLE as failure:
+                if not is_lost(failure):
+                    raise
+                if not is_told:
+                    self._say_waiting(failure)
+                is_told = True
+                await asyncio.sleep(self.settings.progress_s)
 
     async def _fail(self, error: ClipError) -> None:
         if await self.claims.fail(self.claim, replace(error, gpu_s=self.gpu_s)):
@@ -195,7 +218,7 @@ class Attempt:
             await self._queue_again(failure.retry_after_s, counts=False)
             return
         if is_lost(failure):  # not its fault either
-            logger.warning("clip waits for the data directory", exc_info=failure, extra={"clip_id": clip.id})
+            self._say_waiting(failure)
             await self._queue_again(self.settings.retry_s, counts=False)
             return
         fields = {"clip_id": clip.id, "attempt": clip.attempts, "reason": str(failure)}
@@ -206,6 +229,9 @@ class Attempt:
             await self._fail(error)
         else:
             await self._queue_again(self.settings.retry_s, counts=True)
+
+    def _say_waiting(self, failure: Exception) -> None:
+        logger.warning("clip waits for the data directory", exc_info=failure, extra={"clip_id": self.claim.clip.id})
 
     async def _queue_again(self, wait_s: float, *, counts: bool) -> None:
         """Requeue the clip once the database can be written. ``counts``: whether this was an attempt."""

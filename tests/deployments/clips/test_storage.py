@@ -186,6 +186,24 @@ async def test_a_database_server_that_is_away_costs_no_step(tmp_path: Path, monk
     assert len(service.performed) == 1
 
 
+async def test_a_clip_that_is_made_while_the_database_server_is_away_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete, failures = Claims.complete, [StorageLostError("the database does not answer")]
+
+    async def complete_once_back(*arguments: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        return await complete(*arguments)
+
+    monkeypatch.setattr(Claims, "complete", complete_once_back)
+    service = FakeService()
+    async with running(service, tmp_path) as clips:
+        record = await ended(clips, (await clips.submit(REQUEST, "1")).id)
+    assert (record.status, record.attempts) == ("completed", 1)
+    assert len(service.performed) == 1
+
+
 async def test_a_clip_is_queued_again_once_the_database_server_is_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
