@@ -17,7 +17,7 @@ from deployments.sharing.share_actor import ShareSpec
 from deployments.sharing.share_member import ShareMember
 from engines.core.resources import MemoryUse
 from engines.gang.arbiter import IDLE
-from engines.gang.share_group import SILENT_S, ShareOrder, ShareReport
+from engines.gang.share_group import REPLACED_SILENT_S, SILENT_S, ShareOrder, ShareReport
 from tests.support.patience import PATIENCE_S
 
 
@@ -80,7 +80,9 @@ async def test_a_member_reports_while_its_weights_move(monkeypatch: pytest.Monke
 
 def test_members_report_often_enough() -> None:
     """An arbiter that is busy or restarts may miss a report."""
-    assert 3 * (share_member.ALIVE_S + share_member.RETRY_S) < SILENT_S
+    longest_s = max(share_member.ALIVE_S, share_actor.POLL_S) + share_member.RETRY_S
+    assert 3 * longest_s < SILENT_S
+    assert longest_s < min(REPLACED_SILENT_S, share_actor.GATHER_S)
 
 
 async def test_a_model_that_has_loaded_outlives_its_arbiter(monkeypatch: pytest.MonkeyPatch) -> None:
