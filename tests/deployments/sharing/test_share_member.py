@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import ray
 from ray.exceptions import ActorDiedError, RayTaskError
 
 from deployments.asyncio_tools import cancel
@@ -109,7 +110,7 @@ async def test_an_arbiter_that_was_restarted_hears_all_members_first(
     monkeypatch: pytest.MonkeyPatch, is_restarted: bool, state: str
 ) -> None:
     context = SimpleNamespace(was_current_actor_reconstructed=is_restarted)
-    monkeypatch.setattr(share_actor.ray, "get_runtime_context", lambda: context)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
     monkeypatch.setattr("deployments.replicas.prepare_replica", lambda: None)
     monkeypatch.setattr(share_actor, "POLL_S", 0.0)
     actor = share_actor.ShareActor(ShareSpec(name="gpus", config=ShareConfig(), models=()))
