@@ -121,6 +121,7 @@ class ShareGroup:
         if known is not None and self._was_replaced(report, known.report):
             return self._hear_replaced(report, now_s)
         if known is None or known.report.token != report.token:
+            self._replaced.pop(report.token, None)  # if it was taken for the older one
             if known is not None:
                 self._replaced[known.report.token] = known
                 self._pinned.pop(known.report.token, None)  # until it reports again

@@ -208,6 +208,22 @@ def test_a_process_that_is_replaced_keeps_the_devices_until_it_ends(is_new_arbit
     assert new.say(13.1) == "loading"
 
 
+def test_a_process_that_was_taken_for_the_older_one_follows_orders_once_that_has_ended() -> None:
+    """A new arbiter cannot tell two that have loaded apart."""
+    group = ShareGroup()
+    newer, b = (Member(group=group, model=model) for model in "ab")
+    loaded(group, b, newer)
+    older = Member(group=group, model="a", token="older")
+    older.report = replace(newer.report, token="older", state="asleep")
+    assert older.say(1.0) == "asleep"
+    assert newer.say(1.0, demand=WORK) == "awake"
+    group.forget("older", 1.1)
+    assert newer.say(1.2, demand=IDLE) == "awake"
+    assert b.say(2.0, demand=WORK) == "asleep"
+    assert newer.follows(2.1) == "asleep"
+    assert b.say(2.2) == "awake"
+
+
 def test_a_process_that_died_and_is_replaced_is_not_waited_for_long() -> None:
     group = ShareGroup()
     a = Member(group=group, model="a")
