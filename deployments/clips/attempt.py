@@ -8,16 +8,25 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from deployments.asyncio_tools import EndedError, unless
+from deployments.asyncio_tools import EndedError, finish, unless
 from deployments.clips.database import ClipError
 from deployments.clips.eta import learn_clip
 from deployments.clips.objects import ClipObjects
 from deployments.clips.settings import ClipSettings
-from deployments.clips.storage import DATABASE_FAILURES, ClipFolders, StorageFullError, is_full, is_lost
+from deployments.clips.storage import UNAVAILABLE, ClipFolders, Variant, is_full, is_lost
 from deployments.clips.store import Claim, Claims
 from deployments.requests.request_errors import is_user_error
 from deployments.requests.rules import check_kept
-from deployments.service.interface import Media, ModelUnavailableError, Output, Preview, Progress, Queued, Service
+from deployments.service.interface import (
+    Media,
+    ModelUnavailableError,
+    Output,
+    Preview,
+    Progress,
+    Queued,
+    Service,
+    StageTimes,
+)
 from engines.core.engine import JobFailedError
 from engines.gang import errors
 from engines.gang.errors import GangBrokenError, QueueFullError, TooLateError
@@ -68,7 +77,7 @@ class Attempt:
             await self._fail(ClipError(code="gave_up", message=message))
             return
         try:
-            media = await unless(self._perform(), self._keep_claim())
+            media = await unless(self._make(), self._keep_claim())
             await self._finish(media)
         except EndedError:
             logger.info("clip was deleted or taken over", extra={"clip_id": clip.id})
@@ -83,6 +92,13 @@ class Attempt:
                 self.admission.set_exception(failure)
         finally:
             self._admit()
+
+    async def _make(self) -> Media:
+        """Return the clip, whose files are written: that may take longer than a claim lasts."""
+        media = await self._perform()
+        await self._write("video", media.data)
+        await self._write("thumbnail", media.thumbnail)
+        return media
 
     async def _perform(self) -> Media:
         clip, owner = self.claim.clip, self.claim.owner
@@ -110,9 +126,13 @@ class Attempt:
                         if event.eta_s is not None and self._decode_s is not None:
                             self.eta_at_s = time.time() + event.eta_s + self._decode_s
                     case Preview():
-                        await asyncio.to_thread(self.folders.write, clip.id, "preview", event.data)
+                        await self._write("preview", event.data)
                         self.num_previews = event.index + 1
         raise RuntimeError("the service ended without a clip")
+
+    async def _write(self, variant: Variant, data: bytes) -> None:
+        """Write a file. It is not cut short: what follows may delete the folder."""
+        await finish(asyncio.to_thread(self.folders.write, self.claim.clip.id, variant, data))
 
     @property
     def _age_s(self) -> float:
@@ -151,7 +171,7 @@ class Attempt:
         """Record the progress. Return False if the claim is lost, None if the database cannot be written."""
         try:
             return await self.claims.report(self.claim, self.progress, self.num_previews, self.eta_at_s)
-        except (*DATABASE_FAILURES, StorageFullError):
+        except UNAVAILABLE:
             logger.warning("progress could not be written", exc_info=True, extra={"clip_id": self.claim.clip.id})
             return None
 
@@ -162,13 +182,25 @@ class Attempt:
 
     async def _finish(self, media: Media) -> None:
         clip_id = self.claim.clip.id
-        await asyncio.to_thread(self.folders.write, clip_id, "video", media.data)
-        await asyncio.to_thread(self.folders.write, clip_id, "thumbnail", media.thumbnail)
         learn_clip(self.times, self.claim.clip.request, media.timings)
-        if await self.claims.complete(self.claim, media.timings):
+        if await self._complete(media.timings):
             await asyncio.to_thread(self.folders.remove_inputs, clip_id)
         else:
             await self._clean()
+
+    async def _complete(self, timings: StageTimes) -> bool:
+        """Record the end once the database answers. Return False if the claim is lost."""
+        is_told = False
+        while True:
+            try:
+                return await self.claims.complete(self.claim, timings)
+            except UNAVAILABLE as failure:
+                if not is_lost(failure):
+                    raise
+                if not is_told:
+                    self._say_waiting(failure)
+                is_told = True
+                await asyncio.sleep(self.settings.progress_s)
 
     async def _fail(self, error: ClipError) -> None:
         if await self.claims.fail(self.claim, replace(error, gpu_s=self.gpu_s)):
@@ -183,10 +215,11 @@ class Attempt:
         clip = self.claim.clip
         error = final_error(failure)
         if error is None and isinstance(failure, QueueFullError | ModelUnavailableError):  # not the fault of the clip
-            await self.claims.give_back(self.claim, wait_s=failure.retry_after_s, counts=False)
+            await self._queue_again(failure.retry_after_s, counts=False)
             return
         if is_lost(failure):  # not its fault either
-            await self._queue_again(failure)
+            self._say_waiting(failure)
+            await self._queue_again(self.settings.retry_s, counts=False)
             return
         fields = {"clip_id": clip.id, "attempt": clip.attempts, "reason": str(failure)}
         logger.warning("clip failed", exc_info=None if is_user_error(failure) else failure, extra=fields)
@@ -195,16 +228,18 @@ class Attempt:
         if error is not None:
             await self._fail(error)
         else:
-            await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=True)
+            await self._queue_again(self.settings.retry_s, counts=True)
 
-    async def _queue_again(self, failure: Exception) -> None:
-        """Requeue the clip without counting the attempt, once the database can be written."""
+    def _say_waiting(self, failure: Exception) -> None:
         logger.warning("clip waits for the data directory", exc_info=failure, extra={"clip_id": self.claim.clip.id})
+
+    async def _queue_again(self, wait_s: float, *, counts: bool) -> None:
+        """Requeue the clip once the database can be written. ``counts``: whether this was an attempt."""
         while True:
             try:
-                await self.claims.give_back(self.claim, wait_s=self.settings.retry_s, counts=False)
+                await self.claims.give_back(self.claim, wait_s=wait_s, counts=counts)
                 return
-            except (*DATABASE_FAILURES, StorageFullError):
+            except UNAVAILABLE:
                 await asyncio.sleep(self.settings.progress_s)
 
 

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
-from deployments.asyncio_tools import OneThread, cancel, to_the_end
+from deployments.asyncio_tools import OneThread, cancel, finish, to_the_end
 from deployments.clips.attempt import Attempt
 from deployments.clips.database import FILE_GONE, ClipError, ClipRecord
 from deployments.clips.deliveries import WebhookSender
@@ -115,8 +115,9 @@ class Clips:
                 raise QueueFullError(num_waiting, retry_after_s=self._settings.lease_s)
             async with self._new_clip(pictures) as clip_id:
                 clip = await self._store.create(request, seconds, key_hash, clip_id, webhook=webhook)
+                clip = await self._with_prediction(clip)
         self._runner.wake()
-        return await self._with_prediction(clip)
+        return clip
 
     async def begin(
         self,
@@ -215,7 +216,7 @@ class Clips:
         clip_id = new_clip_id()
         try:
             if pictures.num_bytes:
-                await asyncio.to_thread(self._folders.write_inputs, clip_id, pictures)
+                await finish(asyncio.to_thread(self._folders.write_inputs, clip_id, pictures))
             yield clip_id
         except BaseException:  # also if the client disconnects: it never got the id
             with suppress(*UNAVAILABLE):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 
 from deployments.asyncio_tools import cancel, taken
@@ -68,13 +68,19 @@ class ClipRunner:
                     return
                 not_ready = await self._service.not_ready()
                 ready = [name for name in self._service.cards() if name not in not_ready]
-                claim = await taken(self._claims.take(ready), self._give_back)
+                claim = await taken(self._take(ready), self._give_back)
                 if claim is None:
                     return
-                await self.stop_clip(claim.clip.id)  # its claim expired while this process slept: the new one counts
                 self._start(self._attempt(claim))
         except Exception:  # the database or a deployment may be unavailable for a while
             logger.exception("no clip could be claimed")
+
+    async def _take(self, models: Collection[str]) -> Claim | None:
+        """Claim a clip. If its claim here expired while this process slept, end that attempt: the new claim counts."""
+        claim = await self._claims.take(models)
+        if claim is not None:
+            await self.stop_clip(claim.clip.id)
+        return claim
 
     async def _give_back(self, claim: Claim) -> None:
         await self._claims.give_back(claim, wait_s=0, counts=False)

@@ -134,7 +134,7 @@ async def open_database(text: str) -> AsyncEngine:
         event.listen(engine.sync_engine, "connect", _set_pragmas)
     async with engine.begin() as connection:
         await connection.run_sync(prepare)
-    event.listen(engine.sync_engine, "handle_error", _name_full_disk)
+    event.listen(engine.sync_engine, "handle_error", _name_failure)
     if engine.dialect.name == "sqlite" and url.database:
         # At "checkout" a failure would end the connection, and a cancellation meanwhile might never finish.
         event.listen(engine.sync_engine, "begin", _DatabaseFile(Path(url.database)).check)
@@ -205,8 +205,11 @@ async def _execute_pragmas(connection: aiosqlite.Connection) -> None:
             await asyncio.sleep(RETRY_LOCKED_S)
 
 
-def _name_full_disk(context: ExceptionContext) -> None:
+def _name_failure(context: ExceptionContext) -> None:
+    """Raise what a full disk, or a server that does not answer in time, is called here."""
     failure = context.original_exception
+    if isinstance(failure, TimeoutError):  # of asyncpg: SQLAlchemy gives it no kind
+        raise StorageLostError("the database does not answer in time") from failure
     if "disk is full" in str(failure) or is_full(failure):
         raise StorageFullError(f"the database has no room: {failure}") from failure
 

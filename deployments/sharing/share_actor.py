@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -32,6 +33,8 @@ A gang predicts with the wake-up that the last answer foresees.
 """
 UNUSED_S = 3.0
 """Time without members after which the actor ends and frees the GPUs."""
+GATHER_S = 5.0
+"""Time in which all members report to an actor that was restarted. It lets no model onto the GPUs before."""
 
 logger = logging.getLogger("troupe.sharing")
 
@@ -71,8 +74,13 @@ class ShareActor:
 
         prepare_replica()
         self._spec, config = spec, spec.config
-        self._group = ShareGroup(memory_bytes=config.memory_bytes, host_bytes=config.host_memory_bytes)
         self._used_s = time.monotonic()
+        is_restarted = ray.get_runtime_context().was_current_actor_reconstructed
+        self._group = ShareGroup(
+            memory_bytes=config.memory_bytes,
+            host_bytes=config.host_memory_bytes,
+            quiet_until_s=self._used_s + GATHER_S if is_restarted else -math.inf,
+        )
         self._num_waiting = 0
         """Calls that wait for the placement group."""
         self._changed = asyncio.Event()

@@ -23,6 +23,8 @@ from engines.gang.share_group import ShareOrder, ShareReport
 LOOK_S = 0.25
 """Interval at which the work is looked at, unless it is known to have changed."""
 RETRY_S = 0.5
+ALIVE_S = 2.0
+"""Interval of reports while the weights move, far below ``SILENT_S``: a sleep waits for the steps in flight."""
 CHANGE = 0.25
 """Relative change of the backlog that is reported at once."""
 
@@ -83,7 +85,7 @@ class ShareMember:
         if self._task is not None:
             await cancel(self._task)
         self._report = replace(self._report, state="awake", uses=tuple(uses), demand=self._demand(), pinned=None)
-        order: ShareOrder = await self._actor.exchange.remote(replace(self._report))
+        order = await self._exchange()
         self._report = replace(self._report, pinned=order.pinned)
         self._task = asyncio.create_task(self._follow())
         return order.pinned
@@ -111,12 +113,21 @@ class ShareMember:
                 await self._reach(asleep=order.state == "asleep")
 
     async def _reach(self, *, asleep: bool) -> None:
-        begun_s = time.monotonic()
-        uses = await self._move(asleep)
+        begun_s, reporting = time.monotonic(), asyncio.create_task(self._keep_reporting())
+        try:
+            uses = await self._move(asleep)
+        finally:
+            await cancel(reporting)
         self._swaps_s[asleep] = time.monotonic() - begun_s
         swap_s = sum(self._swaps_s.values()) if all(self._swaps_s.values()) else None
         state: Any = "asleep" if asleep else "awake"
         self._report = replace(self._report, state=state, uses=tuple(uses), demand=self._demand(), swap_s=swap_s)
+
+    async def _keep_reporting(self) -> None:
+        """Repeat the last report. A silent member counts as gone, and another model would take its memory."""
+        while True:
+            await asyncio.sleep(ALIVE_S)
+            await self._exchange()
 
     async def _exchange_until_changed(self) -> ShareOrder | None:
         """Return the next order; None once the work has changed, which a new report then says."""

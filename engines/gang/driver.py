@@ -166,6 +166,7 @@ class Driver:
             self.ended.set()
             self._metrics.takes_none()
             self._table.fail_all(error, self._ledger.job_ids)
+            self._ledger.abandon()
             self._watchdog.close()
             for task in self._tasks:
                 task.cancel()

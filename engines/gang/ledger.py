@@ -149,6 +149,10 @@ class Ledger:
             return 0.0
         return max(0.0, step.begun_s + step.predicted_s - now_s)
 
+    def abandon(self) -> None:
+        """Forget the steps in flight: the gang has ended, with their jobs, and no rank will report on them."""
+        self._in_flight.clear()
+
     def interrupt(self) -> None:
         """Record that no step follows its predecessor without a gap: the gang was asleep between them."""
         self._reported.clear()

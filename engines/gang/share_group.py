@@ -23,6 +23,8 @@ USABLE = 0.95
 """Share of a GPU's memory that is distributed; the rest is a reserve against fragmentation."""
 SILENT_S = 15.0
 """A process that reports nothing for this long is gone."""
+REPLACED_SILENT_S = 4.0
+"""The same for one that was replaced: it probably died before. Processes report every two seconds."""
 LOAD_PAUSE_S = 10.0
 """Models with work are left alone for this long between two loads."""
 
@@ -90,12 +92,18 @@ class _Member:
 class ShareGroup:
     """The processes of models that share GPUs. ``memory_bytes`` is the usable memory of each device (None: measured).
 
-    ``host_bytes`` is the host memory that all processes may pin together (None: unlimited).
+    ``host_bytes`` is the host memory that all processes may pin together (None: unlimited). Until ``quiet_until_s``, no
+    model loads or wakes up: processes that an earlier group let onto the devices may not have reported yet.
     """
 
-    def __init__(self, *, memory_bytes: int | None = None, host_bytes: int | None = None) -> None:
+    def __init__(
+        self, *, memory_bytes: int | None = None, host_bytes: int | None = None, quiet_until_s: float = -math.inf
+    ) -> None:
         self._memory_bytes, self._host_bytes = memory_bytes, host_bytes
+        self._quiet_until_s = quiet_until_s
         self._members: dict[tuple[str, str], _Member] = {}
+        self._replaced: dict[str, _Member] = {}
+        """Processes that end while their successors are members, by token. They keep their states."""
         self._arbiter = Arbiter({})
         self._pinned: dict[str, tuple[int, ...]] = {}
         """Granted host memory by token."""
@@ -110,7 +118,13 @@ class ShareGroup:
         """
         key = (report.model, report.stage)
         known = self._members.get(key)
+        if known is not None and self._was_replaced(report, known.report):
+            return self._hear_replaced(report, now_s)
         if known is None or known.report.token != report.token:
+            self._replaced.pop(report.token, None)  # if it was taken for the older one
+            if known is not None:
+                self._replaced[known.report.token] = known
+                self._pinned.pop(known.report.token, None)  # until it reports again
             known = self._members[key] = _Member(report=report, heard_s=now_s, asked_s=now_s)
             if report.state == "awake":  # an arbiter before this one let it
                 self._target |= {report.model}
@@ -126,8 +140,22 @@ class ShareGroup:
         self.settle(now_s)
         return self.order(report, now_s)
 
+    def _was_replaced(self, report: ShareReport, newest: ShareReport) -> bool:
+        """Return whether the sender of ``report`` is older than the member: that one has yet to load."""
+        is_older = newest.state in ("waiting", "loading") and report.state in ("awake", "asleep")
+        return report.token in self._replaced or (report.token != newest.token and is_older)
+
+    def _hear_replaced(self, report: ShareReport, now_s: float) -> ShareOrder:
+        member = _Member(report=report, heard_s=now_s, asked_s=now_s)
+        self._replaced.setdefault(report.token, member).hear(report, now_s)
+        if report.pinned is not None:
+            self._pinned[report.token] = report.pinned
+        self.settle(now_s)
+        return self.order(report, now_s)
+
     def forget(self, token: str, now_s: float) -> None:
         """Drop a process that ends."""
+        self._replaced.pop(token, None)
         for key in [key for key, one in self._members.items() if one.report.token == token]:
             del self._members[key]
             self._update(key[0], now_s)
@@ -150,6 +178,12 @@ class ShareGroup:
                 del self._members[key]
                 self._pinned.pop(member.report.token, None)
                 self._update(key[0], now_s)
+        for token, member in [*self._replaced.items()]:
+            if now_s - member.heard_s > REPLACED_SILENT_S:
+                del self._replaced[token]
+                self._pinned.pop(token, None)
+        if now_s < self._quiet_until_s:
+            return
         self._choose_loading(now_s)
         if self._loading is None and self._is_settled():
             self._target = self._arbiter.decide(now_s)
@@ -164,7 +198,8 @@ class ShareGroup:
         """Return the seconds until orders may change by time alone; None if they do not."""
         if any(member.report.state == "waiting" for member in self._members.values()):
             return 0.5
-        return self._arbiter.next_s(now_s)
+        next_s = self._arbiter.next_s(now_s)
+        return next_s if now_s >= self._quiet_until_s else min(next_s or math.inf, self._quiet_until_s - now_s)
 
     @property
     def has_work(self) -> bool:
@@ -186,6 +221,8 @@ class ShareGroup:
 
     def _state(self, report: ShareReport) -> State:
         model = report.model
+        if report.token in self._replaced:
+            return report.state
         if report.state in ("waiting", "loading"):
             may_load = self._loading == model and self._all_asleep(self._others(model))
             return "loading" if may_load or report.state == "loading" else "waiting"
@@ -278,16 +315,19 @@ class ShareGroup:
         )
 
     def _leaving(self) -> list[_Member]:
-        return [one for one in self._members.values() if one.report.model not in self._target]
+        return [
+            *self._replaced.values(),
+            *(one for one in self._members.values() if one.report.model not in self._target),
+        ]
 
     def _others(self, model: str) -> list[_Member]:
-        return [one for one in self._members.values() if one.report.model != model]
+        return [*self._replaced.values(), *(one for one in self._members.values() if one.report.model != model)]
 
     def _of(self, model: str) -> Iterator[_Member]:
         return (one for one in self._members.values() if one.report.model == model)
 
     def _tokens(self) -> set[str]:
-        return {one.report.token for one in self._members.values()}
+        return {one.report.token for one in self._members.values()} | self._replaced.keys()
 
     def _all_asleep(self, members: Sequence[_Member]) -> bool:
         """Return whether none of ``members`` holds memory of a device."""

@@ -16,6 +16,7 @@ import pytest
 
 from deployments.clips import attempt
 from deployments.clips.database import ClipRecord
+from deployments.clips.store import Claims
 from deployments.requests.bodies import VideoBody
 from deployments.requests.recipe_choice import with_recipe
 from deployments.requests.rules import Requester, RequestRules
@@ -27,7 +28,17 @@ from pipelines.lora.source import LoraLimits
 from pipelines.recipes import Recipe
 from pipelines.request import NO_PICTURES, Lora
 from pipelines.solver import Solver, SolverLimits
-from tests.deployments.clips.support.runs import REQUEST, Looking, data_of, ended, failure_of, running, started, the
+from tests.deployments.clips.support.runs import (
+    QUICK,
+    REQUEST,
+    Looking,
+    data_of,
+    ended,
+    failure_of,
+    running,
+    started,
+    the,
+)
 from tests.deployments.support.fake_service import CLIPS, FailingService, FakeService, clip
 from tests.support.patience import PATIENCE_S
 
@@ -125,6 +136,31 @@ async def test_a_clip_that_was_begun_between_two_stops_is_queued_again(tmp_path:
     async with running(FakeService(reasons={"fake-clips": "not now"}), tmp_path) as clips:
         record = await the(clips, clip_id)
     assert (record.status, record.attempts) == ("queued", 0)
+
+
+async def test_a_clip_that_is_taken_over_from_oneself_at_the_stop_is_queued_again(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process was paused for longer than a claim lasts, and the earlier attempt takes time to end."""
+    service, give_back = FakeService(step_s=1000), Claims.give_back
+    is_ending, may_end = asyncio.Event(), asyncio.Event()
+
+    async def give_back_slowly(*arguments: Any, **options: Any) -> bool:
+        is_ending.set()
+        await may_end.wait()
+        return await give_back(*arguments, **options)
+
+    monkeypatch.setattr(Claims, "give_back", give_back_slowly)
+    async with running(service, tmp_path, max_concurrent_videos=2) as clips:
+        record = await clips.submit(REQUEST, "1")
+        await started(service)
+        clock.now_s += QUICK["lease_s"] + 1
+        async with asyncio.timeout(PATIENCE_S):
+            await is_ending.wait()
+        asyncio.get_running_loop().call_later(0.1, may_end.set)
+    async with running(FakeService(reasons={"fake-clips": "not now"}), tmp_path) as clips:
+        record = await the(clips, record.id)
+    assert (record.status, record.attempts) == ("queued", 1)
 
 
 KILLED = """

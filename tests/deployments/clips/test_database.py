@@ -19,8 +19,9 @@ from sqlalchemy import Connection, event, text
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from deployments.clips.database import ClipError
-from deployments.clips.storage import StorageLostError
+from deployments.clips.storage import UNAVAILABLE, StorageLostError
 from deployments.clips.store import Claims, ClipStore
+from deployments.database import database
 from deployments.database.database import (
     SQLITE_PRAGMAS,
     Database,
@@ -163,6 +164,20 @@ async def test_connections_that_the_server_ended_are_replaced(postgresql: str) -
     assert await store.get(made.id) == made
     for one in (engine, other):
         await one.dispose()
+
+
+async def test_a_statement_that_takes_too_long_means_that_the_database_is_unavailable(
+    postgresql: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver raises its own TimeoutError, at which background work would end."""
+    monkeypatch.setitem(database.POSTGRES_OPTIONS, "command_timeout", 0.1)
+    engine = await open_database(postgresql)
+    try:
+        with pytest.raises(UNAVAILABLE, match="does not answer"):
+            async with engine.connect() as connection:
+                await connection.execute(text(f"SELECT pg_sleep({PATIENCE_S})"))
+    finally:
+        await engine.dispose()
 
 
 FAILED = ClipError(code="any", message="any")

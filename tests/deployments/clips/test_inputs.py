@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -162,6 +163,52 @@ async def test_a_clip_whose_client_leaves_before_it_hears_the_id(
         with pytest.raises(asyncio.CancelledError):
             await asking
         assert await clips.page(after=None, limit=10, ascending=True) == ([], False)
+        assert list((tmp_path / "videos").iterdir()) == []
+
+
+async def test_a_clip_whose_client_leaves_before_it_hears_the_prediction(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = asyncio.Event()
+
+    async def never(*_: object) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with running(service_of_inputs(reasons={"fake-clips": "not now"}), tmp_path) as clips:
+        with monkeypatch.context() as patch:
+            patch.setattr(ClipStore, "open_clips", never)
+            asking = asyncio.create_task(clips.submit(REQUEST, "1", pictures=INPUTS))
+            async with asyncio.timeout(PATIENCE_S):
+                await asked.wait()
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+        assert await clips.page(after=None, limit=10, ascending=True) == ([], False)
+        assert list((tmp_path / "videos").iterdir()) == []
+
+
+async def test_a_clip_whose_client_leaves_while_inputs_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_write, is_written = threading.Event(), threading.Event(), threading.Event()
+    write = ClipFolders.write_inputs
+
+    def write_slowly(*arguments: Any) -> None:
+        is_writing.set()
+        may_write.wait(PATIENCE_S)
+        write(*arguments)
+        is_written.set()
+
+    monkeypatch.setattr(ClipFolders, "write_inputs", write_slowly)
+    async with running(service_of_inputs(), tmp_path) as clips:
+        asking = asyncio.create_task(clips.submit(REQUEST, "1", pictures=INPUTS))
+        await asyncio.to_thread(is_writing.wait, PATIENCE_S)
+        asking.cancel()
+        asyncio.get_running_loop().call_later(0.2, may_write.set)
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        await asyncio.to_thread(is_written.wait, PATIENCE_S)
         assert list((tmp_path / "videos").iterdir()) == []
 
 

@@ -9,6 +9,7 @@ import shutil
 import threading
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import event, exc, text
@@ -16,10 +17,14 @@ from sqlalchemy.pool import QueuePool
 
 from deployments.clips.clips import Clips
 from deployments.clips.storage import ClipFolders, Orphans, StorageFullError, StorageLostError, storage_problem
+from deployments.clips.store import Claims
 from deployments.http.errors import from_failure
 from tests.deployments.clips.support.runs import REQUEST, data_of, ended, failure_of, problem_now, running, started
 from tests.deployments.support.fake_service import FakeService, clip
 from tests.support.patience import PATIENCE_S
+
+QUICK_S = 10.0
+"""Time in which a clip without steps to wait for surely ends."""
 
 
 async def finished(clips: Clips) -> str:
@@ -152,6 +157,78 @@ async def test_a_database_without_a_free_connection(tmp_path: Path, caplog: pyte
         assert (answer.status, answer.code) == (503, "storage_unavailable")
         service.permit(REQUEST.num_inference_steps)
         record = await ended(clips, record.id)
+    assert (record.status, record.attempts) == ("completed", 1)
+
+
+async def test_a_database_server_that_is_away_costs_no_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A connection that cannot be opened is a StorageLostError."""
+    service = FakeService(permits=asyncio.Semaphore(0))
+    num_reports, is_away = 0, asyncio.Event()
+
+    async def report(*_: object) -> bool:
+        nonlocal num_reports
+        num_reports += 1
+        if num_reports == 3:
+            is_away.set()
+        raise StorageLostError("the database does not answer")
+
+    async with running(service, tmp_path) as clips:
+        record = await clips.submit(REQUEST, "1")
+        await started(service)
+        with monkeypatch.context() as patch:
+            patch.setattr(Claims, "report", report)
+            service.permit()
+            async with asyncio.timeout(QUICK_S):
+                await is_away.wait()
+        service.permit(REQUEST.num_inference_steps)
+        record = await ended(clips, record.id)
+    assert (record.status, record.attempts) == ("completed", 1)
+    assert len(service.performed) == 1
+
+
+async def test_a_clip_that_is_made_while_the_database_server_is_away_is_not_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    complete, failures = Claims.complete, [StorageLostError("the database does not answer")]
+
+    async def complete_once_back(*arguments: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        return await complete(*arguments)
+
+    monkeypatch.setattr(Claims, "complete", complete_once_back)
+    service = FakeService()
+    async with running(service, tmp_path) as clips:
+        record = await ended(clips, (await clips.submit(REQUEST, "1")).id)
+    assert (record.status, record.attempts) == ("completed", 1)
+    assert len(service.performed) == 1
+
+
+async def test_a_clip_is_queued_again_once_the_database_server_is_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its disk is away as well. Otherwise it waits until its claim ends, and an attempt is lost."""
+    give_back, write = Claims.give_back, ClipFolders.write
+    num_writes = num_returns = 0
+
+    def write_once_back(*arguments: Any) -> None:
+        nonlocal num_writes
+        num_writes += 1
+        if num_writes == 1:
+            raise StorageLostError("the disk is gone")
+        write(*arguments)
+
+    async def give_back_once_back(*arguments: Any, **options: Any) -> bool:
+        nonlocal num_returns
+        num_returns += 1
+        if num_returns == 1:
+            raise StorageLostError("the database does not answer")
+        return await give_back(*arguments, **options)
+
+    monkeypatch.setattr(ClipFolders, "write", write_once_back)
+    monkeypatch.setattr(Claims, "give_back", give_back_once_back)
+    async with running(FakeService(), tmp_path) as clips, asyncio.timeout(QUICK_S):
+        record = await ended(clips, (await clips.submit(REQUEST, "1")).id)
     assert (record.status, record.attempts) == ("completed", 1)
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from deployments.clips.storage import ClipFolders, Variant
+from deployments.clips.store import Claims
 from tests.deployments.clips.support.runs import REQUEST, Looking, ended, running, started, the
 from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
+
+QUICK_S = 5.0
+"""Time in which a runner surely reports."""
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -51,6 +58,61 @@ async def test_long_clip_keeps_its_claim(tmp_path: Path, clock: SimpleNamespace)
                     await asyncio.sleep(0.01)
             assert (await ended(one, record.id)).status == "completed"
     assert second.performed == []
+
+
+async def test_a_clip_keeps_its_claim_while_its_file_is_written(
+    tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Object storage may take longer for a large file than a claim lasts."""
+    is_written, is_renewed, was_renewed = threading.Event(), threading.Event(), list[bool]()
+    report, write = Claims.report, ClipFolders.write
+
+    async def renew(*arguments: Any) -> bool:
+        is_held = await report(*arguments)
+        if is_written.is_set():
+            is_renewed.set()
+        return is_held
+
+    def write_slowly(folders: ClipFolders, clip_id: str, variant: Variant, data: bytes) -> None:
+        if variant == "video":
+            is_written.set()
+            was_renewed.append(is_renewed.wait(QUICK_S))
+        write(folders, clip_id, variant, data)
+
+    monkeypatch.setattr(Claims, "report", renew)
+    monkeypatch.setattr(ClipFolders, "write", write_slowly)
+    async with running(FakeService(), tmp_path, lease_s=0.03) as clips:
+        record = await clips.submit(REQUEST, "1")
+        assert (await ended(clips, record.id)).status == "completed"
+    assert was_renewed == [True]
+
+
+async def test_a_clip_that_is_deleted_while_a_file_is_written_leaves_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_writing, may_write, calls = threading.Event(), threading.Event(), list[str]()
+    write, remove = ClipFolders.write, ClipFolders.remove
+
+    def write_slowly(folders: ClipFolders, clip_id: str, variant: Variant, data: bytes) -> None:
+        is_writing.set()
+        may_write.wait(PATIENCE_S)
+        write(folders, clip_id, variant, data)
+        calls.append("written")
+
+    def remove_counted(folders: ClipFolders, clip_id: str) -> None:
+        remove(folders, clip_id)
+        calls.append("removed")
+
+    monkeypatch.setattr(ClipFolders, "write", write_slowly)
+    monkeypatch.setattr(ClipFolders, "remove", remove_counted)
+    async with running(FakeService(), tmp_path) as clips:
+        record = await clips.submit(REQUEST, "1")
+        await asyncio.to_thread(is_writing.wait, PATIENCE_S)
+        asyncio.get_running_loop().call_later(0.2, may_write.set)
+        assert await clips.delete(record.id)
+        await asyncio.to_thread(may_write.wait, PATIENCE_S)
+    assert calls == ["removed", "written", "removed"]
+    assert not (tmp_path / "videos" / record.id).exists()
 
 
 async def test_deleted_by_another_replica(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from engines.gang import driver as driver_module
 from engines.gang import gang as gang_module
 from engines.gang.errors import GangBrokenError
 from engines.gang.gang import Gang
@@ -54,3 +55,25 @@ async def test_a_gang_that_ends_finishes_what_has_begun_and_hands_on_the_rest(mo
     assert isinstance(running.result(), JobDone)
     assert gang.demand().backlog_s == 0
     await gang.close()
+
+
+async def test_a_broken_gang_still_reports_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step in flight, the first of a new shape, was never measured, and Serve asks until it replaces the replica."""
+    monkeypatch.setattr(driver_module, "kill_ranks", lambda ranks: None)
+    clock = SetClock()
+    ranks = SetRanks(2, clock).actors
+    gang = Gang(GangConfig(num_ranks=2), ranks, infos=(), team_sizes=(2,), model="breaks", clock=clock)
+
+    async def run() -> None:
+        async for _ in gang.submit_grouped(job("new", 2), every_s=0.0):
+            pass
+
+    running = asyncio.ensure_future(run())
+    await settled()
+    gang._driver.break_gang(GangBrokenError("a rank died", "death"))
+    with pytest.raises(GangBrokenError) as error:
+        await running
+    assert error.value.in_flight
+    assert gang.open_work() == {}
+    assert gang.report().num_jobs == 0
+    assert gang.demand().backlog_s == 0

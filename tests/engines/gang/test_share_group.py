@@ -9,7 +9,7 @@ import pytest
 
 from engines.core.resources import MemoryUse
 from engines.gang.arbiter import IDLE, Demand
-from engines.gang.share_group import LOAD_PAUSE_S, SILENT_S, ShareGroup, ShareReport, State
+from engines.gang.share_group import LOAD_PAUSE_S, REPLACED_SILENT_S, SILENT_S, ShareGroup, ShareReport, State
 
 GIB = 2**30
 WORK = Demand(backlog_s=2.0)
@@ -188,6 +188,51 @@ def test_a_process_that_is_replaced_loads_again_when_work_allows_it() -> None:
     assert new.say(later_s) == "loading"
 
 
+@pytest.mark.parametrize("is_new_arbiter", [False, True])
+def test_a_process_that_is_replaced_keeps_the_devices_until_it_ends(is_new_arbiter: bool) -> None:
+    """Serve starts the next replica while the last one finishes its requests."""
+    group = ShareGroup()
+    a, b = (Member(group=group, model=model) for model in "ab")
+    loaded(group, b, a)
+    assert a.say(1.0, demand=WORK) == "awake"
+    new = Member(group=group, model="a", token="new")
+    assert new.say(1.2) == "waiting"
+    if is_new_arbiter:
+        a.group = b.group = new.group = group = ShareGroup()
+        assert new.say(1.2) in ("waiting", "loading"), "it knows no other yet"
+    assert a.say(1.3) == "awake", "it ends its jobs"
+    assert b.say(1.4, demand=WORK) == "asleep"
+    for now_s in (4.0, 7.0, 10.0, LOAD_PAUSE_S + 3.0):
+        assert [a.say(now_s), b.say(now_s), new.say(now_s)] == ["awake", "asleep", "waiting"]
+    group.forget(a.report.token, 13.1)
+    assert new.say(13.1) == "loading"
+
+
+def test_a_process_that_was_taken_for_the_older_one_follows_orders_once_that_has_ended() -> None:
+    """A new arbiter cannot tell two that have loaded apart."""
+    group = ShareGroup()
+    newer, b = (Member(group=group, model=model) for model in "ab")
+    loaded(group, b, newer)
+    older = Member(group=group, model="a", token="older")
+    older.report = replace(newer.report, token="older", state="asleep")
+    assert older.say(1.0) == "asleep"
+    assert newer.say(1.0, demand=WORK) == "awake"
+    group.forget("older", 1.1)
+    assert newer.say(1.2, demand=IDLE) == "awake"
+    assert b.say(2.0, demand=WORK) == "asleep"
+    assert newer.follows(2.1) == "asleep"
+    assert b.say(2.2) == "awake"
+
+
+def test_a_process_that_died_and_is_replaced_is_not_waited_for_long() -> None:
+    group = ShareGroup()
+    a = Member(group=group, model="a")
+    loaded(group, a)
+    new = Member(group=group, model="a", token="new")
+    assert new.say(1.0) == "waiting"
+    assert new.say(REPLACED_SILENT_S + 0.1) == "loading"
+
+
 def test_one_that_is_silent_is_gone() -> None:
     group = ShareGroup()
     a, b = (Member(group=group, model=model) for model in "ab")
@@ -209,6 +254,22 @@ def test_a_new_arbiter_knows_all_from_the_next_reports() -> None:
     assert a.say(1.0) == "asleep"
     assert b.say(1.1) == "awake"
     assert new.pinned_bytes == group.pinned_bytes == 50 * GIB
+
+
+def test_a_new_arbiter_lets_no_model_onto_the_devices_before_all_have_reported() -> None:
+    """A model that is awake may report after one that waits for its memory, or for its turn to load."""
+    group = ShareGroup()
+    a, b = (Member(group=group, model=model) for model in "ab")
+    loaded(group, a, b)
+    new = ShareGroup(quiet_until_s=5.0)
+    for one in (a, b):
+        one.group = new
+    c = Member(group=new, model="c")
+    assert a.say(1.0, demand=WORK) == "asleep", "b is awake"
+    assert c.say(1.1) == "waiting", "b is awake"
+    assert b.say(2.0) == "awake"
+    assert new.next_s(3.0) is not None
+    assert [a.say(5.1), b.follows(5.1), c.say(5.2)] == ["asleep", "asleep", "loading"]
 
 
 def test_host_memory_is_granted_up_to_its_limit() -> None:
