@@ -58,7 +58,7 @@ async def test_a_gang_that_ends_finishes_what_has_begun_and_hands_on_the_rest(mo
 
 
 async def test_a_broken_gang_still_reports_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its step in flight, the first of a new shape, was never measured, and Serve asks until it replaces the replica."""
+    """The step in flight was the first of its shape, and Serve asks until it replaces the replica."""
     monkeypatch.setattr(driver_module, "kill_ranks", lambda ranks: None)
     clock = SetClock()
     ranks = SetRanks(2, clock).actors
