@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ import pytest
 from deployments.batches import runner
 from deployments.batches.contents import Contents
 from deployments.batches.records import BatchRecord, BatchStore
-from deployments.batches.runner import parse
+from deployments.batches.runner import MAX_LINES, parse
 from deployments.clips.storage import StorageLostError
 from deployments.database.database import Database
+from deployments.requests.untrusted import MAX_VALUES
 from deployments.usage.api_keys import hash_of
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.test_disconnect import until
@@ -28,6 +31,8 @@ from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 IMAGES, VIDEOS = "/v1/images/generations", "/v1/videos"
+BATCH = BatchRecord(id="batch_1", endpoint=IMAGES, input_file_id="file-1", created_at=0, expires_at=1)
+LINE = b'"method": "POST", "url": "/v1/images/generations", "body": {}}\n'
 
 
 def lines(url: str, *bodies: dict[str, Any]) -> bytes:
@@ -222,12 +227,34 @@ async def test_a_batch_that_is_late_expires(database_url: str) -> None:
         (lines(VIDEOS, {}), "method and url must be POST and /v1/images/generations"),
         (lines(IMAGES, {}) * 2, "custom_id must be a text that no other line has"),
         (lines(IMAGES, {"stream": True}), "stream has no effect in a batch"),
+        (lines(IMAGES, {"extra_body": {"stream": True}}), "stream has no effect in a batch"),
+        (lines(IMAGES, {"true_cfg_scale": math.nan}), "a line must be an object"),
+        (lines(IMAGES, {"prompt": "\ud800"}), "a line must be an object"),
+        (b"[" * 100_000, "a line must be an object"),
+        (lines(IMAGES, {"lora": [[]] * MAX_VALUES}), "a line must be an object"),
+        (lines(IMAGES, {}) * (MAX_LINES + 1), "custom_id must be a text that no other line has"),
+        (b"".join(b'{"custom_id": "%d", %s' % (i, LINE) for i in range(MAX_LINES + 1)), "more than 10000 requests"),
     ],
 )
 def test_files_that_hold_no_batch(content: bytes, message: str) -> None:
-    batch = BatchRecord(id="batch_1", endpoint=IMAGES, input_file_id="file-1", created_at=0, expires_at=1)
-    _, errors = parse(content, batch)
+    _, errors = parse(content, BATCH)
     assert message in errors[0]["message"]
+
+
+def test_a_file_of_small_lines_takes_no_memory_of_its_own() -> None:
+    tracemalloc.start()
+    for content in (b"1\n" * 200_000, b"\n" * 200_000):
+        lines_of, errors = parse(content, BATCH)
+        assert (lines_of, len(errors)) == ([], 100 if content[:1] == b"1" else 1)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2 << 20
+
+
+def test_files_of_other_programs_are_read() -> None:
+    content = b"\xef\xbb\xbf" + lines(IMAGES, {"prompt": "a"}).replace(b"\n", b"\r\n\r\n")
+    (line,), errors = parse(content, BATCH)
+    assert (line.custom_id, line.body, errors) == ("r0", {"prompt": "a"}, [])
 
 
 async def test_what_is_refused(service: FakeService, tmp_path: Path) -> None:
