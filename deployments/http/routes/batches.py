@@ -146,9 +146,7 @@ def batch_routes(context: ApiContext) -> APIRouter:
         """Create a batch: all requests of a file are made within a day, when there is room."""
         check_content_type(request, JSON)
         body = validated(BatchBody, parse_json(await request.body()))
-        file = await store.file(body.input_file_id, context.viewer(requester))
-        if file is None:
-            raise no_file(body.input_file_id, "input_file_id")
+        file = await find_file(context, requester, body.input_file_id, "input_file_id")
         if file.purpose != "batch":
             message = f"input_file_id is a file with the purpose {file.purpose}; upload it with the purpose batch"
             raise RequestError(message, "input_file_id")

@@ -153,6 +153,28 @@ async def test_a_batch_goes_on_after_a_restart_and_makes_nothing_twice(
     assert not (tmp_path / "batches" / batch["id"]).exists()
 
 
+async def test_a_batch_of_a_key_that_was_taken_away_makes_nothing_more(tmp_path: Path) -> None:
+    first = FakeService(permits=asyncio.Semaphore(0))
+    async with client_of(build(first, tmp_path, api_keys=("alpha",))) as client:
+        client.headers["Authorization"] = "Bearer alpha"
+        batch = await start(client, lines(IMAGES, {"prompt": "a"}))
+        await until(lambda: len(first.performed) == 1)
+    later = FakeService()
+    async with client_of(build(later, tmp_path, api_keys=("beta",), share_between_keys=True)) as client:
+        client.headers["Authorization"] = "Bearer beta"
+        ended = await end(client, batch["id"])
+        assert (ended["status"], ended["request_counts"]["failed"]) == ("completed", 1)
+        (line,) = (await client.get(f"/v1/files/{ended['error_file_id']}/content")).text.splitlines()
+    assert json.loads(line)["response"]["body"]["error"]["code"] == "invalid_api_key"
+    assert later.performed == []
+
+
+async def test_ids_that_are_none_are_unknown(tmp_path: Path, database_url: str) -> None:
+    async with client_of(build(FakeService(), tmp_path, clips={"database_url": database_url})) as client:
+        answer = await client.post("/v1/batches", json={"input_file_id": "file-\0", "endpoint": IMAGES})
+        assert error_of(answer, 404)["param"] == "input_file_id"
+
+
 async def test_a_stop_while_a_batch_ends_leaves_no_parts_of_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
