@@ -226,6 +226,9 @@ class _File:
         stream: Any = self.container.streams.best("video")
         if stream is None:
             return
+        if stream.codec_context is None:
+            message = f"{self.param} is in an unknown format; send {KINDS} in H.264"
+            raise RequestError(message, self.param, code="bad_video")
         self._check_size(stream.codec_context.width, stream.codec_context.height)
         aspect, rate = float(stream.sample_aspect_ratio or 1), float(stream.average_rate or 0)
         start_s: float | None = None

@@ -254,6 +254,12 @@ def test_a_codec_that_is_not_read_is_named() -> None:
     assert "is in the format ffv1" in refusal(written("matroska", "ffv1", "yuv420p", GREYS[:2])).message
 
 
+def test_a_codec_that_nobody_knows_is_refused() -> None:
+    at = MP4.rindex(b"avc1")
+    error = refusal(MP4[:at] + b"XXXX" + MP4[at + 4 :])
+    assert (error.code, "video is in an unknown format" in str(error)) == ("bad_video", True)
+
+
 def test_sound_alone_is_no_clip() -> None:
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as output:
