@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
+import io
 import json
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +18,13 @@ from uuid import uuid4
 from deployments.asyncio_tools import cancel, finish, taken, to_the_end
 from deployments.batches.contents import Contents
 from deployments.batches.records import BatchClaim, BatchRecord, BatchStore
+from deployments.requests.request_errors import RequestError
+from deployments.requests.untrusted import json_value
+from deployments.requests.validation import unfolded
 
 MAX_LINES = 10_000
+MAX_ERRORS = 100
+"""Errors of a file after which no more are looked for."""
 NUM_RUNNING = 8
 """Requests of a batch that are made side by side."""
 MAX_WAIT_S = 30.0
@@ -44,8 +51,14 @@ class BatchLine:
     """Number of the line in its file, from 0."""
     custom_id: str
     """The client's name for it, which no other line has."""
-    body: Mapping[str, Any]
-    """JSON body of the request."""
+    text: bytes
+    """The line. Thousands of parsed ones would take many times its memory."""
+
+    @property
+    def body(self) -> Mapping[str, Any]:
+        """JSON body of the request."""
+        body: Mapping[str, Any] = json_value(self.text)["body"]
+        return body
 
 
 class BatchRunner:
@@ -129,7 +142,7 @@ class BatchRunner:
             await self._finish(claim, "cancelled")
             return
         data = await asyncio.to_thread(self._contents.read, batch.input_file_id)
-        lines, batch.errors = ([], [problem("there is no input file", None)]) if data is None else parse(data, batch)
+        lines, batch.errors = await asyncio.to_thread(parse, data, batch)
         if batch.errors:
             await self._store.set_status(claim, "failed")
             return
@@ -195,29 +208,50 @@ def problem(message: str, line: int | None) -> dict[str, Any]:
     return {"code": "invalid_value", "message": message, "param": None, "line": line}
 
 
-def parse(data: bytes, batch: BatchRecord) -> tuple[list[BatchLine], list[dict[str, Any]]]:
-    """Return the requests in a file of JSON lines, and what is wrong with them."""
+def parse(data: bytes | None, batch: BatchRecord) -> tuple[list[BatchLine], list[dict[str, Any]]]:
+    """Return the requests in a file of JSON lines, and what is wrong with them. Blocks: not for an event loop."""
+    if data is None:
+        return [], [problem("there is no input file", None)]
     lines, errors, seen = list[BatchLine](), list[dict[str, Any]](), set[str]()
-    for number, text in enumerate(data.splitlines(), 1):
+    for number, text in enumerate(io.BytesIO(data.removeprefix(codecs.BOM_UTF8)), 1):
         if not text.strip():
             continue
-        try:
-            written = json.loads(text)
-        except ValueError:
-            written = None
-        if not isinstance(written, dict) or set(written) != LINE_KEYS or not isinstance(written["body"], dict):
-            errors.append(problem(f"a line must be an object with {', '.join(sorted(LINE_KEYS))}", number))
-        elif (written["method"], written["url"]) != ("POST", batch.endpoint):
-            errors.append(problem(f"method and url must be POST and {batch.endpoint}, the batch's endpoint", number))
-        elif not isinstance(written["custom_id"], str) or written["custom_id"] in seen:
-            errors.append(problem("custom_id must be a text that no other line has", number))
-        elif written["body"].get("stream"):
-            errors.append(problem("stream has no effect in a batch; leave it out", number))
-        else:
+        if len(lines) == MAX_LINES:
+            errors.append(problem(f"the input file holds more than {MAX_LINES} requests; send several files", None))
+            break
+        written = _written(text)
+        if (message := _fault(written, batch, seen)) is None:
             seen.add(written["custom_id"])
-            lines.append(BatchLine(index=len(lines), custom_id=written["custom_id"], body=written["body"]))
+            lines.append(BatchLine(index=len(lines), custom_id=written["custom_id"], text=text))
+            continue
+        errors.append(problem(message, number))
+        if len(errors) == MAX_ERRORS:
+            break
     if not lines and not errors:
         errors.append(problem("the input file holds no request", None))
-    if len(lines) > MAX_LINES:
-        errors.append(problem(f"the input file holds {len(lines)} requests; at most {MAX_LINES} may be", None))
-    return lines, errors[:100]
+    return lines, errors
+
+
+def _written(text: bytes) -> Any:
+    """Return the value of a line; None if it is no JSON."""
+    try:
+        return json_value(text)
+    except ValueError:
+        return None
+
+
+def _fault(written: Any, batch: BatchRecord, seen: Collection[str]) -> str | None:
+    """Return what is wrong with a line beside the ids ``seen``; None if it is a request of ``batch``."""
+    if not isinstance(written, dict) or set(written) != LINE_KEYS or not isinstance(written["body"], dict):
+        return f"a line must be an object with {', '.join(sorted(LINE_KEYS))}"
+    if (written["method"], written["url"]) != ("POST", batch.endpoint):
+        return f"method and url must be POST and {batch.endpoint}, the batch's endpoint"
+    if not isinstance(written["custom_id"], str) or written["custom_id"] in seen:
+        return "custom_id must be a text that no other line has"
+    return "stream has no effect in a batch; leave it out" if _is_stream(written["body"]) else None
+
+
+def _is_stream(body: Mapping[str, Any]) -> bool:
+    with suppress(RequestError):  # which is the answer to the request
+        body = unfolded(body)
+    return bool(body.get("stream"))

@@ -23,6 +23,10 @@ PREFIX = "whsec_"
 KEY_BYTES = range(24, 65)
 """Allowed lengths of secrets."""
 HOST = re.compile(r"\*|(\*\.)?[\w.:-]+")
+GLOBAL_UNICAST = ip_network("2000::/3")
+"""All public IPv6 addresses (RFC 4291, section 2.4); Python takes some others for public as well."""
+NAT64 = ip_network("64:ff9b::/96")
+"""IPv4 addresses behind a translator (RFC 6052), which may reach private ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +116,19 @@ class WebhookSettings:
 
 
 def is_public(address: IPv4Address | IPv6Address) -> bool:
-    inner = address.ipv4_mapped if isinstance(address, IPv6Address) else None
-    return (inner or address).is_global and not address.is_multicast
+    """Return whether ``address`` is a public one, or stands for a public IPv4 address."""
+    if isinstance(address, IPv4Address):
+        return address.is_global and not address.is_multicast
+    if inner := embedded_address(address):
+        return is_public(inner)
+    return address in GLOBAL_UNICAST and address.is_global
+
+
+def embedded_address(address: IPv6Address) -> IPv4Address | None:
+    """Return the IPv4 address that ``address`` stands for; None of any other."""
+    if address in NAT64:
+        return IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour
 
 
 def signing_key(secret: str) -> bytes:

@@ -162,8 +162,8 @@ class SQLiteConnection(aiosqlite.Connection):
 
 def _create_engine(url: URL) -> AsyncEngine:
     options = POSTGRES_OPTIONS if url.drivername == DRIVERS["postgresql"] else {"async_creator_fn": SQLiteConnection}
-    try:
-        return create_async_engine(url, pool_pre_ping=True, connect_args=options)
+    try:  # parameters, which errors would tell the log, hold prompts and secrets
+        return create_async_engine(url, pool_pre_ping=True, connect_args=options, hide_parameters=True)
     except ModuleNotFoundError as error:
         extra = "pip install '.[postgres]'" if error.name == "asyncpg" else f"install {error.name}"
         raise ValueError(f"the database is {url.get_backend_name()}, whose driver is not installed: {extra}") from None

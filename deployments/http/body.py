@@ -9,13 +9,13 @@ from __future__ import annotations
 import asyncio
 from typing import Any, TypeVar
 
-from pydantic_core import from_json
 from starlette.requests import Request
 
 from deployments.http.errors import ApiError
 from deployments.http.forms import read_form
 from deployments.requests.bodies import MediaBody
 from deployments.requests.request_errors import RequestError, shown
+from deployments.requests.untrusted import json_value
 from deployments.requests.validation import unfolded, unfolded_form, validated, validated_form
 
 B = TypeVar("B", bound=MediaBody)
@@ -69,9 +69,11 @@ def check_content_type(request: Request, *allowed: str) -> None:
 
 
 def parse_json(raw: bytes) -> Any:
-    """Return the JSON value of ``raw`` (RFC 8259, UTF-8; no NaN or lone surrogates). The last of equal names counts."""
+    """Return the JSON value of ``raw``, like ``json_value``. RequestError if it is none."""
     try:
-        return from_json(raw, allow_inf_nan=False)
+        return json_value(raw)
+    except RequestError:
+        raise
     except ValueError as error:
         message = f"The body is not valid JSON: {error}. Send UTF-8, without NaN, Infinity or half a surrogate pair"
         raise RequestError(message, code="bad_json") from None

@@ -96,7 +96,8 @@ class ApiContext:
         if credentials is not None:  # headers arrive as Latin-1, whatever was sent; keys are UTF-8
             sent = credentials.credentials.encode("latin-1").decode(errors="replace")
             key = self.settings.keys.find(sent) or ""
-        key = request.scope.get(BATCH_KEY, key)
+        if (of_batch := request.scope.get(BATCH_KEY)) is not None:  # a key may be taken away while its batch is made
+            key = of_batch if self.settings.keys.holds(of_batch) or not self.settings.keys else ""
         requester: Requester = request.scope[REQUESTER]
         return replace(requester, key=key, weight=self.accounts.limits_of(key).weight)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import re
 import sys
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from urllib.parse import unquote_to_bytes
 
 from python_multipart.multipart import parse_options_header
 from starlette.datastructures import FormData, UploadFile
@@ -16,6 +16,7 @@ from starlette.requests import Request
 
 from deployments.requests.bodies import MediaBody
 from deployments.requests.request_errors import RequestError, printable, shown
+from deployments.requests.untrusted import percent_decoded
 
 MAX_FILES, MAX_FIELDS = 100, 100
 MAX_TEXT_BYTES = sys.maxsize
@@ -77,7 +78,7 @@ async def parse_form(request: Request) -> FormData:
     content_type = request.headers["content-type"]
     _check_charset(content_type)
     if not content_type.lower().startswith("multipart/"):
-        return _parse_query(await request.body())
+        return await asyncio.to_thread(_parse_query, await request.body())
     limits = {"max_files": MAX_FILES, "max_fields": MAX_FIELDS, "max_part_size": MAX_TEXT_BYTES}
     async with aclosing(request.stream()) as stream:
         try:
@@ -108,7 +109,7 @@ def _parse_query(raw: bytes) -> FormData:
     """Return the fields of a URL-encoded form (URL Standard, section 5.1)."""
     fields: list[tuple[str, UploadFile | str]] = []
     for pair in filter(None, raw.split(b"&", MAX_FIELDS)):
-        name, _, text = (unquote_to_bytes(part.replace(b"+", b" ")) for part in pair.partition(b"="))
+        name, _, text = (percent_decoded(part.replace(b"+", b" ")) for part in pair.partition(b"="))
         _check_utf8(name, "The name of a field")
         _check_utf8(text, name.decode())
         fields.append((name.decode(), text.decode()))

@@ -10,8 +10,9 @@ from typing import Annotated, Literal, TypeAlias
 
 from PIL import ImageColor
 from pydantic import AfterValidator, PlainValidator, StringConstraints, WithJsonSchema
-from pydantic_core import PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError
 
+from deployments.requests.untrusted import json_value
 from pipelines.lora.source import MAX_SCALE, check_scale
 from pipelines.size import PIXELS
 
@@ -105,7 +106,7 @@ def from_text(written: object) -> object:
     """Return the value, which in a form is the text of its JSON; text that is no JSON unchanged."""
     if isinstance(written, str):
         with suppress(ValueError):
-            return from_json(written, allow_inf_nan=False)
+            return json_value(written)
     return written
 
 

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from annotated_types import Ge, Le
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
-from pydantic_core import from_json
 
 from deployments.requests.bodies import EditBody, ImageBody, PeerFields
 from deployments.requests.request_errors import RequestError, printable, shown
+from deployments.requests.untrusted import json_value
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -46,7 +46,7 @@ SENTENCES = {
 def validated(body_type: type[B], fields: Any) -> B:
     """Return ``fields`` as checked types; None counts as absent. RequestError names the first wrong field."""
     if isinstance(fields, Mapping):
-        fields = {name: value for name, value in fields.items() if value is not None}
+        fields = _with_one_unknown({name: value for name, value in fields.items() if value is not None}, body_type)
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
@@ -57,14 +57,22 @@ def validated_form(
     body_type: type[B], fields: Mapping[str, str], pictures: Mapping[str, Sequence[bytes | str]] = NOTHING
 ) -> B:
     """Like ``validated``, for a form: text, and ``pictures``. An empty field counts as absent."""
+    fields = _with_one_unknown({name: text for name, text in fields.items() if text}, body_type)
     try:
-        body = body_type.model_validate_strings({name: text for name, text in fields.items() if text})
+        body = body_type.model_validate_strings(fields)
         for name, values in pictures.items():  # bytes, which are no strings to pydantic
             value = values[0] if len(values) == 1 else list(values)
             body_type.__pydantic_validator__.validate_assignment(body, name, value)
         return body
     except ValidationError as error:
         raise first_error(error.errors(), body_type.model_fields) from None
+
+
+def _with_one_unknown(fields: Mapping[str, Any], body_type: type[BaseModel]) -> dict[str, Any]:
+    """Return the known ``fields`` and the first other one: pydantic makes an error of a kilobyte for each."""
+    known = body_type.model_fields
+    unknown = next((name for name in fields if name not in known), None)
+    return {name: value for name, value in fields.items() if name in known or name == unknown}
 
 
 def first_error(errors: Collection[Mapping[str, Any]], fields: Mapping[str, FieldInfo]) -> RequestError:
@@ -150,7 +158,9 @@ def _unfolded(fields: Mapping[str, Any], extra: Mapping[str, Any]) -> dict[str, 
 def _object(written: object) -> Mapping[str, Any]:
     """Parse the value of a form, which is the text of its JSON."""
     try:
-        read = from_json(written, allow_inf_nan=False) if isinstance(written, str) else written
+        read = json_value(written) if isinstance(written, str) else written
+    except RequestError:
+        raise
     except ValueError:
         read = None
     if not isinstance(read, Mapping):

@@ -56,11 +56,14 @@ class KeyRing:
 
     def find(self, key: str) -> str | None:
         """Return the hash of ``key``, which is the identity of its holder; None if the ring has no such key."""
-        self._look()
         wanted = hash_of(key)
+        return wanted if self.holds(wanted) else None
+
+    def holds(self, key_hash: str) -> bool:
+        """Return whether the ring has the key with that hash."""
+        self._look()
         # All are compared, so that the time tells nothing.
-        is_known = sum(hmac.compare_digest(wanted, one) for one in self._fixed | self._of_file)
-        return wanted if is_known else None
+        return sum(hmac.compare_digest(key_hash, one) for one in self._fixed | self._of_file) > 0
 
     def _look(self) -> None:
         if self._file is None or self._clock() - self._looked_s < LOOK_EVERY_S:

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from fastapi import APIRouter, Depends, FastAPI, Query
 from fastapi.responses import FileResponse
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from starlette.datastructures import UploadFile
 from starlette.requests import Request
 from starlette.responses import Response
@@ -24,17 +24,18 @@ from deployments.asyncio_tools import finish, to_the_end
 from deployments.batches.records import BatchRecord, BatchStatus, FileRecord
 from deployments.clips.storage import UNAVAILABLE
 from deployments.http.answers import page_ends
-from deployments.http.body import FORM, JSON, check_content_type
+from deployments.http.body import FORM, JSON, check_content_type, parse_json
 from deployments.http.context import BATCH_KEY, ApiContext
 from deployments.http.errors import ApiError
 from deployments.http.forms import parse_form
 from deployments.http.lookups import find_file, no_file
 from deployments.http.openapi_text import error_documents, file_answers
 from deployments.http.partial import ranged
+from deployments.http.uploads import counting
 from deployments.requests.bodies import FilesQuery, ListQuery
 from deployments.requests.request_errors import RequestError, shown
 from deployments.requests.rules import Requester
-from deployments.requests.validation import first_error
+from deployments.requests.validation import validated
 
 WINDOW_S = 86400
 PURPOSES = ("batch", "user_data")
@@ -144,10 +145,8 @@ def batch_routes(context: ApiContext) -> APIRouter:
     async def create_batch(request: Request, requester: Requester = authorized) -> BatchObject:
         """Create a batch: all requests of a file are made within a day, when there is room."""
         check_content_type(request, JSON)
-        body = read_batch(await request.body())
-        file = await store.file(body.input_file_id, context.viewer(requester))
-        if file is None:
-            raise no_file(body.input_file_id, "input_file_id")
+        body = validated(BatchBody, parse_json(await request.body()))
+        file = await find_file(context, requester, body.input_file_id, "input_file_id")
         if file.purpose != "batch":
             message = f"input_file_id is a file with the purpose {file.purpose}; upload it with the purpose batch"
             raise RequestError(message, "input_file_id")
@@ -195,19 +194,10 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
     )
     async def create_file(request: Request, requester: Requester = authorized) -> FileObject:
         """Upload a file of JSON lines for a batch, or a clip that requests name by the file's id."""
-        filename, data, purpose = await read_file_form(request)
-        file_id, limit = f"file-{uuid4().hex}", context.settings.max_stored_bytes
-        await _check_place(context, requester, len(data))
-        try:
-            await finish(asyncio.to_thread(context.contents.write, file_id, data))
-            file = await store.add_file(requester.key, filename, purpose, len(data), file_id, limit)
-            if file is None:  # another upload has taken the place since the check
-                raise await _no_place(context, requester, len(data))
-        except BaseException:
-            with suppress(*UNAVAILABLE):
-                await to_the_end(_undo_upload(context, file_id))
-            raise
-        return FileObject.of(file)
+        with context.admission.memory.taken() as take:
+            receive = counting(request.receive, take, context.settings.max_body_bytes)
+            form = await read_file_form(Request(request.scope, receive))
+            return FileObject.of(await _store_file(context, requester, *form))
 
     @router.get("/v1/files", responses=error_documents(400, 401, 404, 503))
     async def list_files(query: Annotated[FilesQuery, Query()], requester: Requester = authorized) -> FileList:
@@ -243,6 +233,24 @@ def _add_file_routes(router: APIRouter, context: ApiContext) -> None:
         return FileDeleted(id=record.id)
 
 
+async def _store_file(
+    context: ApiContext, requester: Requester, filename: str, data: bytes, purpose: str
+) -> FileRecord:
+    """Return the record of a new file. Whatever fails, nothing of it is left. ApiError 409 without a place for it."""
+    file_id, limit = f"file-{uuid4().hex}", context.settings.max_stored_bytes
+    await _check_place(context, requester, len(data))
+    try:
+        await finish(asyncio.to_thread(context.contents.write, file_id, data))
+        file = await context.batches.add_file(requester.key, filename, purpose, len(data), file_id, limit)
+        if file is None:  # another upload has taken the place since the check
+            raise await _no_place(context, requester, len(data))
+    except BaseException:
+        with suppress(*UNAVAILABLE):
+            await to_the_end(_undo_upload(context, file_id))
+        raise
+    return file
+
+
 async def _undo_upload(context: ApiContext, file_id: str) -> None:
     """Delete a file without an answer. The record goes first: while it is there, its content is."""
     await context.batches.remove_file(file_id)
@@ -275,14 +283,6 @@ UPLOAD: dict[str, Any] = {"requestBody": {"required": True, "content": {FORM: {"
 ORDER: dict[str, Any] = {
     "requestBody": {"required": True, "content": {JSON: {"schema": BatchBody.model_json_schema()}}}
 }
-
-
-def read_batch(raw: bytes) -> BatchBody:
-    """Return the body. RequestError names a wrong field."""
-    try:
-        return BatchBody.model_validate_json(raw)
-    except ValidationError as error:
-        raise first_error(error.errors(), BatchBody.model_fields) from None
 
 
 async def read_file_form(request: Request) -> tuple[str, bytes, str]:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 ORIGIN = re.compile(r"https?://[^/\s]+")
 FETCHED_WITHIN_S = 20.0
+PLAIN = {"Accept-Encoding": "identity"}
+"""A compressed file of 64 kB may have gigabytes, in one piece."""
 
 
 def origin_of(url: str) -> str:
@@ -33,9 +35,15 @@ def fetched(url: str, param: str, max_bytes: int, kind: str, too_large: str) -> 
     import httpx
 
     try:
-        with httpx.stream("GET", url, follow_redirects=False, timeout=FETCHED_WITHIN_S, trust_env=False) as answer:
+        with httpx.stream(
+            "GET", url, headers=PLAIN, follow_redirects=False, timeout=FETCHED_WITHIN_S, trust_env=False
+        ) as answer:
             if answer.status_code != httpx.codes.OK:
                 raise RequestError(f"{param} is {shown(url)}: its server answered {answer.status_code}", param)
+            if (coding := answer.headers.get("content-encoding", "identity")) != "identity":
+                raise RequestError(
+                    f"{param} is {shown(url)}: its server sent it compressed with {shown(coding)}", param
+                )
             if (data := _whole(answer, url, param, max_bytes)) is None:
                 message = f"{param} is {shown(url)}: it has more than {max_bytes} bytes; a {kind} may not"
                 raise RequestError(message, param, code=too_large)
@@ -49,7 +57,7 @@ def _whole(answer: httpx.Response, url: str, param: str, max_bytes: int) -> byte
     """Return the content; None if it has more than ``max_bytes``."""
     end_s = time.monotonic() + FETCHED_WITHIN_S
     data = bytearray()
-    for piece in answer.iter_bytes():
+    for piece in answer.iter_raw():
         data += piece
         if len(data) > max_bytes:
             return None

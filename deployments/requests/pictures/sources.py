@@ -5,13 +5,13 @@ from __future__ import annotations
 import binascii
 import re
 from dataclasses import dataclass
-from urllib.parse import unquote_to_bytes
 
 from pybase64 import b64decode
 
 from deployments.requests.pictures.fetch import fetched, origin_of
 from deployments.requests.pictures.limits import PictureLimits
 from deployments.requests.request_errors import RequestError, shown
+from deployments.requests.untrusted import percent_decoded
 
 Source = bytes | str
 """The bytes of a file, or a URL."""
@@ -106,9 +106,7 @@ def bytes_of(source: Source, param: str, limits: PictureLimits, kind: SourceKind
     if head is None:
         allowed = f"it must be a file, or a URL that holds one: {kind.example}"
         raise RequestError(f"{param} is {shown(source)}: {allowed}", param)
-    text = source[head.end() :].encode(errors="replace")
-    if b"%" in text:
-        text = unquote_to_bytes(text)
+    text = percent_decoded(source[head.end() :].encode(errors="replace"))
     check_num_bytes(len(text) // 4 * 3 - text[-2:].count(b"="), param, max_bytes, kind)
     try:
         return b64decode(text, validate=True)

@@ -35,8 +35,14 @@ DECODERS = ("h264", "hevc", "av1", "libdav1d", "vp8", "vp9", "libvpx", "libvpx-v
 OPTIONS = {"codec_whitelist": ",".join(DECODERS), "protocol_whitelist": "none"}
 WITH_OPACITY = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 """Decoders that read the opacity of WebM; FFmpeg's own ignore it."""
-UNUSED_BOXES = re.compile(rb"cmov|iinf|iloc|mfra|saiz|senc|sidx")
-"""Types of boxes that no clip needs: compressed indices, indices of indices, items and encryption."""
+UNUSED_BOXES = re.compile(rb"cmov|iinf|iloc|mfra|saiz|senc|sidx|pssh|udta|meta|keys|ilst|----")
+"""Types of boxes that no clip needs: compressed indices, indices of indices, items, encryption and texts.
+
+FFmpeg compares each text with all others, which takes hours for some megabytes of them."""
+UNUSED_ELEMENTS = (b"\x67\xc8", b"\x73\xc4", b"\x73\x73", b"\x61\xa7")
+"""Ids of texts (SimpleTag), chapters (ChapterUID), groups of texts (Tag) and attachments in WebM (RFC 9559)."""
+MAX_ELEMENTS, BYTES_AN_ELEMENT = 4096, 1 << 14
+"""Most of each kind: so many, and one for this many bytes. Pixels look like one in each 65536 bytes."""
 COUNTS = {b"stsz": 8, b"stz2": 8, b"trun": 4, b"elst": 4}
 """Bytes between the type of a box with samples or edits and their number (ISO/IEC 14496-12)."""
 MAX_SAMPLES = 1 << 23
@@ -105,6 +111,8 @@ def read_video(
     name = _container(data, param)
     if name == "mov":
         data = _with_small_index(data, param)
+    if name == "matroska":
+        _check_elements(data, param)
     if name == "gif" and GIF_END not in data[-GIF_TAIL:]:
         raise broken(param, "its end is missing")
     with _naming(param), av.open(io.BytesIO(data), "r", format=name, options=OPTIONS) as container:
@@ -128,6 +136,14 @@ def _container(data: bytes, param: str) -> str:
     if data.startswith(GIF):
         return "gif"
     raise RequestError(f"{param} is no clip that can be read; send {KINDS}", param, code="bad_video")
+
+
+def _check_elements(data: bytes, param: str) -> None:
+    """Raise RequestError for a WebM file with so many texts, chapters or attachments that it takes long to open it."""
+    limit = MAX_ELEMENTS + len(data) // BYTES_AN_ELEMENT
+    if any(data.count(one) > limit for one in UNUSED_ELEMENTS):
+        message = f"{param} has too many texts, chapters or attachments: export it anew without them"
+        raise RequestError(message, param, code="video_too_large")
 
 
 def _with_small_index(data: bytes, param: str) -> bytes:
@@ -210,6 +226,9 @@ class _File:
         stream: Any = self.container.streams.best("video")
         if stream is None:
             return
+        if stream.codec_context is None:
+            message = f"{self.param} is in an unknown format; send {KINDS} in H.264"
+            raise RequestError(message, self.param, code="bad_video")
         self._check_size(stream.codec_context.width, stream.codec_context.height)
         aspect, rate = float(stream.sample_aspect_ratio or 1), float(stream.average_rate or 0)
         start_s: float | None = None

@@ -16,6 +16,7 @@ from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from sqlalchemy import Connection, event, text
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine
 
 from deployments.clips.database import ClipError
@@ -143,6 +144,16 @@ def test_urls_may_leave_the_driver_out() -> None:
         database_url("mysql://h/n")
     with pytest.raises(ValueError, match="it must be such as postgresql://user@host/name"):
         database_url("/data/jobs.sqlite3")
+
+
+async def test_errors_do_not_tell_what_was_written(database_url: str) -> None:
+    """They are logged, and records hold prompts and the secrets of webhooks."""
+    engine = await open_database(database_url)
+    with pytest.raises(DBAPIError, match="parameters hidden") as caught:
+        async with engine.begin() as connection:
+            await connection.execute(text("INSERT INTO nowhere VALUES (:secret)"), {"secret": "whsec_hidden"})
+    assert "whsec_hidden" not in str(caught.value)
+    await engine.dispose()
 
 
 async def test_a_server_that_is_away_is_unavailable() -> None:

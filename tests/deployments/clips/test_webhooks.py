@@ -9,6 +9,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from standardwebhooks import Webhook as Verifier
 
 from deployments.clips import deliveries
 from deployments.clips.deliveries import WebhookSender
-from deployments.clips.webhooks import KeyWebhook, Webhook, WebhookSettings
+from deployments.clips.webhooks import KeyWebhook, Webhook, WebhookSettings, is_public
 from deployments.database.tables import DeliveryRow
 from engines.gang.errors import GangBrokenError
 from tests.deployments.clips.support.runs import REQUEST, ended, running
@@ -148,6 +149,11 @@ async def test_private_addresses_are_refused_when_it_is_sent() -> None:
     for address in ("169.254.169.254", "10.1.2.3", "100.64.0.1", "0.0.0.0", "224.0.0.1"):
         with pytest.raises(ValueError, match=r"which is not in api\.webhooks\.networks"):
             await anywhere.resolve(f"https://{address}/")
+    for within in ("64:ff9b::169.254.169.254", "64:ff9b:1::1", "2002:a00:1::", "::127.0.0.1", "::ffff:0:10.0.0.1"):
+        with pytest.raises(ValueError, match=r"which is not in api\.webhooks\.networks"):
+            await anywhere.resolve(f"https://[{within}]/")
+    for public in ("64:ff9b::8.8.8.8", "2002:808:808::1", "2606:4700::1111", "::ffff:8.8.8.8"):
+        assert is_public(ip_address(public))
     parts, address = await anywhere.resolve("https://8.8.8.8:444/x")
     assert (parts.port, address) == (444, "8.8.8.8")
     with pytest.raises(ValueError, match="has the address 8"):

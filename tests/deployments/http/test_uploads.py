@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
 from tempfile import SpooledTemporaryFile
 from typing import Any
+from urllib.parse import unquote_to_bytes
 
 import httpx
 import pytest
 
+from deployments.batches.contents import Contents
 from deployments.http import context
 from deployments.http.admission import Memory
 from deployments.http.errors import ApiError
+from deployments.requests.bodies import EditBody
 from deployments.requests.pictures.unpack import unpack
+from deployments.requests.request_errors import RequestError
+from deployments.requests.untrusted import STEP_BYTES, percent_decoded
+from deployments.requests.validation import validated, validated_form
 from pipelines.request import InputPictures
 from tests.deployments.http.conftest import build, client_of
 from tests.deployments.http.test_disconnect import until
@@ -148,6 +156,92 @@ async def test_large_json_is_read_beside_the_event_loop(service: FakeService, tm
         assert (await client.post(EDITS, json={"prompt": "a", "image": url})).status_code == 200
         error = error_of(await client.post(EDITS, json={"prompt": "a", "image": url, "typo": 1}), 400)
     assert error["code"] == "unknown_field"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'{"prompt":[' + b"[]," * 400_000 + b"1]}",
+        b'{"prompt":"a",' + b",".join(b'"a%d":1' % i for i in range(150_000)) + b"}",
+        b'{"prompt":"a","extra_body":{' + b",".join(b'"a%d":1' % i for i in range(150_000)) + b"}}",
+    ],
+    ids=["values", "fields", "extra fields"],
+)
+async def test_small_values_take_no_memory_of_their_own(service: FakeService, tmp_path: Path, content: bytes) -> None:
+    async with client_of(build(service, tmp_path)) as client:
+        tracemalloc.start()
+        answer = await client.post(EDITS, content=content, headers={"Content-Type": "application/json"})
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    assert error_of(answer, 400)["code"] == "bad_json"
+    assert "too many values" in answer.json()["error"]["message"]
+    assert peak_bytes < 5 * len(content)
+
+
+def test_unknown_fields_cost_no_more_than_the_first() -> None:
+    fields = {"prompt": "a", "negative_prompt": 1} | {f"a{i}": "1" for i in range(50_000)}
+    for wrong, named in ((fields, "negative_prompt is 1"), (fields | {"negative_prompt": None}, "Unknown field 'a0'")):
+        tracemalloc.start()
+        with pytest.raises(RequestError, match=named):
+            validated(EditBody, wrong)
+        with pytest.raises(RequestError, match="Unknown field 'a0'"):
+            validated_form(EditBody, {name: str(text) for name, text in wrong.items()})
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes < 16 << 20
+
+
+async def test_percent_encoding_takes_no_memory_of_its_own(service: FakeService, tmp_path: Path) -> None:
+    """Each escape is an object while it is decoded."""
+    url = "data:image/png;base64," + "%41" * 400_000
+    async with client_of(build(service, tmp_path)) as client:
+        for body, content_type in (
+            (b"prompt=" + b"%41" * 400_000, "application/x-www-form-urlencoded"),
+            (json.dumps({"prompt": "a", "image": url}).encode(), "application/json"),
+        ):
+            tracemalloc.start()
+            answer = await client.post(EDITS, content=body, headers={"Content-Type": content_type})
+            _, peak_bytes = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            error_of(answer, 400)
+            assert peak_bytes < 8 * len(body)
+
+
+def test_percent_encoding_is_decoded_wherever_it_is_cut() -> None:
+    for length in range(STEP_BYTES - 4, STEP_BYTES + 2):
+        plain = b"a" * length
+        for encoded, decoded in (
+            (b"%2B%2b", b"++"),
+            (b"%", b"%"),
+            (b"%4", b"%4"),
+            (b"%zz%41", b"%zzA"),
+            (b"%%41", b"%A"),
+        ):
+            assert percent_decoded(plain + encoded + b"b") == plain + unquote_to_bytes(encoded + b"b")
+            assert percent_decoded(plain + encoded) == plain + decoded
+    assert percent_decoded(b"plain") == b"plain"
+
+
+async def test_uploaded_files_take_room(service: FakeService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+    held: list[int] = []
+    write = Contents.write
+
+    def slow(contents: Contents, name: str, data: bytes) -> None:
+        held.append(1)
+        assert may_go_on.wait(PATIENCE_S)
+        write(contents, name, data)
+
+    monkeypatch.setattr(Contents, "write", slow)
+    form: dict[str, Any] = {"data": {"purpose": "user_data"}, "files": {"file": FILE}}
+    app = build(service, tmp_path, max_body_bytes=2000, max_open_upload_bytes=2 * (len(FILE) - 2000) - 1)
+    async with client_of(app) as client:
+        first = asyncio.create_task(client.post("/v1/files", **form))
+        await until(lambda: len(held) == 1)
+        assert error_of(await client.post("/v1/files", **form), 503)["code"] == "server_full"
+        may_go_on.set()
+        assert (await first).status_code == 200
+        assert (await client.post("/v1/files", **form)).status_code == 200, "there is room again"
 
 
 def test_room_is_counted() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 import time
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,10 @@ import pytest
 from deployments.batches import runner
 from deployments.batches.contents import Contents
 from deployments.batches.records import BatchRecord, BatchStore
-from deployments.batches.runner import parse
+from deployments.batches.runner import MAX_LINES, parse
 from deployments.clips.storage import StorageLostError
 from deployments.database.database import Database
+from deployments.requests.untrusted import MAX_VALUES
 from deployments.usage.api_keys import hash_of
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.test_disconnect import until
@@ -28,6 +31,8 @@ from tests.deployments.support.fake_service import FakeService
 from tests.support.patience import PATIENCE_S
 
 IMAGES, VIDEOS = "/v1/images/generations", "/v1/videos"
+BATCH = BatchRecord(id="batch_1", endpoint=IMAGES, input_file_id="file-1", created_at=0, expires_at=1)
+LINE = b'"method": "POST", "url": "/v1/images/generations", "body": {}}\n'
 
 
 def lines(url: str, *bodies: dict[str, Any]) -> bytes:
@@ -148,6 +153,28 @@ async def test_a_batch_goes_on_after_a_restart_and_makes_nothing_twice(
     assert not (tmp_path / "batches" / batch["id"]).exists()
 
 
+async def test_a_batch_of_a_key_that_was_taken_away_makes_nothing_more(tmp_path: Path) -> None:
+    first = FakeService(permits=asyncio.Semaphore(0))
+    async with client_of(build(first, tmp_path, api_keys=("alpha",))) as client:
+        client.headers["Authorization"] = "Bearer alpha"
+        batch = await start(client, lines(IMAGES, {"prompt": "a"}))
+        await until(lambda: len(first.performed) == 1)
+    later = FakeService()
+    async with client_of(build(later, tmp_path, api_keys=("beta",), share_between_keys=True)) as client:
+        client.headers["Authorization"] = "Bearer beta"
+        ended = await end(client, batch["id"])
+        assert (ended["status"], ended["request_counts"]["failed"]) == ("completed", 1)
+        (line,) = (await client.get(f"/v1/files/{ended['error_file_id']}/content")).text.splitlines()
+    assert json.loads(line)["response"]["body"]["error"]["code"] == "invalid_api_key"
+    assert later.performed == []
+
+
+async def test_ids_that_are_none_are_unknown(tmp_path: Path, database_url: str) -> None:
+    async with client_of(build(FakeService(), tmp_path, clips={"database_url": database_url})) as client:
+        answer = await client.post("/v1/batches", json={"input_file_id": "file-\0", "endpoint": IMAGES})
+        assert error_of(answer, 404)["param"] == "input_file_id"
+
+
 async def test_a_stop_while_a_batch_ends_leaves_no_parts_of_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,12 +249,34 @@ async def test_a_batch_that_is_late_expires(database_url: str) -> None:
         (lines(VIDEOS, {}), "method and url must be POST and /v1/images/generations"),
         (lines(IMAGES, {}) * 2, "custom_id must be a text that no other line has"),
         (lines(IMAGES, {"stream": True}), "stream has no effect in a batch"),
+        (lines(IMAGES, {"extra_body": {"stream": True}}), "stream has no effect in a batch"),
+        (lines(IMAGES, {"true_cfg_scale": math.nan}), "a line must be an object"),
+        (lines(IMAGES, {"prompt": "\ud800"}), "a line must be an object"),
+        (b"[" * 100_000, "a line must be an object"),
+        (lines(IMAGES, {"lora": [[]] * MAX_VALUES}), "a line must be an object"),
+        (lines(IMAGES, {}) * (MAX_LINES + 1), "custom_id must be a text that no other line has"),
+        (b"".join(b'{"custom_id": "%d", %s' % (i, LINE) for i in range(MAX_LINES + 1)), "more than 10000 requests"),
     ],
 )
 def test_files_that_hold_no_batch(content: bytes, message: str) -> None:
-    batch = BatchRecord(id="batch_1", endpoint=IMAGES, input_file_id="file-1", created_at=0, expires_at=1)
-    _, errors = parse(content, batch)
+    _, errors = parse(content, BATCH)
     assert message in errors[0]["message"]
+
+
+def test_a_file_of_small_lines_takes_no_memory_of_its_own() -> None:
+    tracemalloc.start()
+    for content in (b"1\n" * 200_000, b"\n" * 200_000):
+        lines_of, errors = parse(content, BATCH)
+        assert (lines_of, len(errors)) == ([], 100 if content[:1] == b"1" else 1)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 2 << 20
+
+
+def test_files_of_other_programs_are_read() -> None:
+    content = b"\xef\xbb\xbf" + lines(IMAGES, {"prompt": "a"}).replace(b"\n", b"\r\n\r\n")
+    (line,), errors = parse(content, BATCH)
+    assert (line.custom_id, line.body, errors) == ("r0", {"prompt": "a"}, [])
 
 
 async def test_what_is_refused(service: FakeService, tmp_path: Path) -> None:

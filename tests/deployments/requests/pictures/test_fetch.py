@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import threading
+import tracemalloc
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -18,6 +20,7 @@ from tests.deployments.support.files import file_of, noise
 from tests.support.patience import PATIENCE_S
 
 FILE = file_of(noise(16, 24))
+BOMB = gzip.compress(bytes(32 << 20))
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +35,12 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(302)
             self.send_header("Location", "/picture.png")
             self.end_headers()
+            return
+        if self.path == "/bomb.png":
+            self.send_response(200)
+            self.send_header("Content-Encoding", "gzip")
+            self.end_headers()
+            self.wfile.write(BOMB)
             return
         self.send_response(200 if self.path == "/picture.png" else 404)
         self.end_headers()
@@ -70,6 +79,16 @@ def test_the_limit_of_bytes_holds(origin: str) -> None:
     with pytest.raises(RequestError, match="more than") as caught:
         unpack(Sources(param="image", pictures=(f"{origin}/picture.png",)), limits)
     assert caught.value.code == "picture_too_large"
+
+
+def test_what_is_compressed_takes_no_memory(origin: str) -> None:
+    limits = PictureLimits(picture_origins=(origin,), max_picture_bytes=1 << 20)
+    tracemalloc.start()
+    with pytest.raises(RequestError, match="compressed with 'gzip'"):
+        unpack(Sources(param="image", pictures=(f"{origin}/bomb.png",)), limits)
+    _, peak_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak_bytes < 4 << 20
 
 
 def test_a_server_that_is_gone_is_said() -> None:

@@ -51,10 +51,11 @@ def written(
     with_sound: bool = False,
     aspect: Fraction | None = None,
     options: dict[str, str] | None = None,
+    container_options: dict[str, str] | None = None,
 ) -> bytes:
     """Return a file of these frames (RGBA), at the constant rate or at ``times_ms``."""
     file = io.BytesIO()
-    with av.open(file, "w", format=container) as output:
+    with av.open(file, "w", format=container, options=container_options or {}) as output:
         stream: Any = output.add_stream(codec, rate=FPS, options=options or {})
         stream.height, stream.width, stream.pix_fmt = *frames_HWC[0].shape[:2], pix_fmt
         if aspect is not None:
@@ -253,6 +254,12 @@ def test_a_codec_that_is_not_read_is_named() -> None:
     assert "is in the format ffv1" in refusal(written("matroska", "ffv1", "yuv420p", GREYS[:2])).message
 
 
+def test_a_codec_that_nobody_knows_is_refused() -> None:
+    at = MP4.rindex(b"avc1")
+    error = refusal(MP4[:at] + b"XXXX" + MP4[at + 4 :])
+    assert (error.code, "video is in an unknown format" in str(error)) == ("bad_video", True)
+
+
 def test_sound_alone_is_no_clip() -> None:
     file = io.BytesIO()
     with av.open(file, "w", format="mp4") as output:
@@ -336,3 +343,47 @@ def test_a_small_file_with_a_large_index_is_refused(kind: bytes, flags: str, num
     data = data[:at] + head + number.to_bytes(4, "big") + data[at + len(head) + 4 :]
     error = refusal(data)
     assert (error.code, told in str(error)) == ("video_too_large", True)
+
+
+def box(kind: bytes, content: bytes) -> bytes:
+    return (len(content) + 8).to_bytes(4, "big") + kind + content
+
+
+def element(kind: bytes, content: bytes) -> bytes:
+    return kind + (len(content) | 1 << 56).to_bytes(8, "big") + content
+
+
+def mp4_with_texts(number: int, kind: str) -> bytes:
+    """Return a clip with texts under names of their own, as QuickTime or iTunes has them."""
+    value, names = box(b"data", bytes((0, 0, 0, 1, 0, 0, 0, 0)) + b"b"), [b"a%d" % i for i in range(number)]
+    if kind == "keys":
+        keys = box(b"keys", bytes(4) + number.to_bytes(4, "big") + b"".join(box(b"mdta", name) for name in names))
+        listed = box(b"ilst", b"".join(box(i.to_bytes(4, "big"), value) for i in range(1, number + 1)))
+        texts = box(b"meta", box(b"hdlr", bytes(8) + b"mdta" + bytes(13)) + keys + listed)
+    else:
+        mean = box(b"mean", bytes(4) + b"c")
+        texts = b"".join(box(b"----", mean + box(b"name", bytes(4) + name) + value) for name in names)
+    at = MP4.index(b"moov") - 4
+    end = at + int.from_bytes(MP4[at : at + 4], "big")
+    return MP4[:at] + box(b"moov", MP4[at + 8 : end] + texts) + MP4[end:]
+
+
+@pytest.mark.parametrize("kind", ["keys", "custom"])
+def test_many_texts_of_an_mp4_take_no_time(kind: str) -> None:
+    """FFmpeg compares each with all others, which no deadline ends."""
+    data = mp4_with_texts(60_000, kind)
+    assert levels(read(data, PictureLimits(max_video_decode_s=2.0))) == pytest.approx(LEVELS, abs=TOLERANCE)
+
+
+def webm_with_texts(number: int) -> bytes:
+    data = written("matroska", "libx264", "yuv420p", GREYS, container_options={"live": "1"})
+    at = data.index(b"\x1f\x43\xb6\x75")  # the first cluster
+    names = (element(b"\x45\xa3", b"a%d" % i) + element(b"\x44\x87", b"b") for i in range(number))
+    texts = element(b"\x63\xc0", b"") + b"".join(element(b"\x67\xc8", name) for name in names)
+    return data[:at] + element(b"\x12\x54\xc3\x67", element(b"\x73\x73", texts)) + data[at:]
+
+
+def test_many_texts_of_a_webm_are_refused() -> None:
+    assert levels(read(webm_with_texts(1000))) == pytest.approx(LEVELS, abs=TOLERANCE)
+    error = refusal(webm_with_texts(60_000), PictureLimits(max_video_decode_s=2.0))
+    assert (error.code, "too many texts" in str(error)) == ("video_too_large", True)
