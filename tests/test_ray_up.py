@@ -71,7 +71,8 @@ def test_its_mounts_and_commands_make_a_cluster_that_serves() -> None:
         )
         assert run.returncode == 0, run.stderr[-5000:]
         seen = json.loads((folder / "seen.json").read_text())
-        assert seen == {"imported": f"{folder}/{HEAD}/troupe/deployments/__init__.py", "ranks on the worker": 2}
+        assert seen.pop("on the worker") >= 2, "the gang, or the deployments that do not fit beside it"
+        assert seen == {"imported": f"{folder}/{HEAD}/troupe/deployments/__init__.py", "ranks": 2}
         drawn = np.asarray(Image.open(io.BytesIO((folder / HEAD / "picture.png").read_bytes())).convert("RGB"))
         assert_same_picture(drawn, bare_frames(MODELS, seed=1, size="128x128", num_inference_steps=20)[0])
         for address, kinds in {HEAD: ("setup_commands", "head_setup_commands"), WORKER: ("setup_commands",)}.items():

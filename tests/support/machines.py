@@ -67,6 +67,8 @@ def write_programs(folder: Path) -> None:
         program.chmod(0o755)
 
 
+COUNT = "pgrep --count --full"
+"""The head sees the worker's processes too."""
 BOOT = """
 set -e
 machine() {{ # which starts, and of which the process is written to where ssh looks
@@ -142,7 +144,8 @@ def main() -> None:
     laptop.ray("exec", cluster, "troupe generate 'a red circle' --seed 1 --out picture.png")
     seen = {
         "imported": laptop.on_head("python -c 'import deployments; print(deployments.__file__)'").strip(),
-        "ranks on the worker": int(laptop.on_worker("pgrep --count --full ^ray::Rank")),
+        "ranks": int(laptop.on_head(f"{COUNT} ^ray::Rank")),
+        "on the worker": int(laptop.on_worker(f"{COUNT} '^ray::(Rank|ServeReplica)'")),
     }
     laptop.ray("down", "--yes", cluster)
     (folder / "seen.json").write_text(json.dumps(seen))
