@@ -85,7 +85,11 @@ class ShareActor:
         """Calls that wait for the placement group."""
         self._changed = asyncio.Event()
         self._newest: dict[str, ShareReport] = {}
+        """Reports that wait for an answer, by token."""
         self._watch: asyncio.Task[None] | None = None
+        if is_restarted:  # perhaps no member is left to call it
+            self._used_s += GATHER_S
+            self._watch = asyncio.create_task(self._end_when_unused())
 
     async def bundles(self) -> PlacementGroup:
         """Return the placement group of all gangs, once Ray has reserved it."""
@@ -115,17 +119,21 @@ class ShareActor:
         """Take note of ``report`` and return an order. A newer report of the same process ends the wait."""
         self._watch = self._watch or asyncio.create_task(self._end_when_unused())
         begun_s, self._newest[report.token] = time.monotonic(), report
-        order = self._group.hear(report, begun_s)
-        self._notify()
-        while order.state == report.state and self._newest.get(report.token) is report:
-            now_s, end_s = time.monotonic(), begun_s + self._poll_s(report)
-            if now_s >= end_s:
-                break
-            next_s = self._group.next_s(now_s)
-            await self._wait(min(end_s - now_s, POLL_S if next_s is None else max(0.01, next_s)))
-            self._group.settle(time.monotonic())
-            order = self._group.order(report, time.monotonic())
-        return order
+        try:
+            order = self._group.hear(report, begun_s)
+            self._notify()
+            while order.state == report.state and self._newest.get(report.token) is report:
+                now_s, end_s = time.monotonic(), begun_s + self._poll_s(report)
+                if now_s >= end_s:
+                    break
+                next_s = self._group.next_s(now_s)
+                await self._wait(min(end_s - now_s, POLL_S if next_s is None else max(0.01, next_s)))
+                self._group.settle(time.monotonic())
+                order = self._group.order(report, time.monotonic())
+            return order
+        finally:
+            if self._newest.get(report.token) is report:
+                del self._newest[report.token]
 
     def _poll_s(self, report: ShareReport) -> float:
         foresees = report.stage == GANG and report.state == "asleep" and self._group.has_work
