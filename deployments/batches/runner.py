@@ -64,7 +64,7 @@ class BatchLine:
 
 
 @dataclass(kw_only=True, slots=True)
-class Turn:
+class BatchTurn:
     """The requests of a batch since it was claimed."""
 
     num_open: int = 0
@@ -126,7 +126,7 @@ class BatchRunner:
     async def _work(self, claim: BatchClaim) -> None:
         logger.info("a batch is worked on", extra={"batch_id": claim.batch.id, "status": claim.batch.status})
         try:
-            turn = Turn()
+            turn = BatchTurn()
             working = asyncio.create_task(self._make(claim, turn))
             watching = asyncio.create_task(self._watch(claim, turn))
             try:
@@ -145,7 +145,7 @@ class BatchRunner:
             await to_the_end(self._store.give_back(claim))
             raise
 
-    async def _watch(self, claim: BatchClaim, turn: Turn) -> str | None:
+    async def _watch(self, claim: BatchClaim, turn: BatchTurn) -> str | None:
         """Renew the lease. Return how the batch ends before its work is done; None if the lease is lost.
 
         "no room" if another batch is to have its turn.
@@ -165,7 +165,7 @@ class BatchRunner:
                     return "no room"
             await asyncio.sleep(min(self._poll_s, self._store.lease_s / 3))
 
-    async def _make(self, claim: BatchClaim, turn: Turn) -> None:
+    async def _make(self, claim: BatchClaim, turn: BatchTurn) -> None:
         batch = claim.batch
         if batch.status == "cancelling":
             await self._finish(claim, "cancelled")
@@ -194,7 +194,7 @@ class BatchRunner:
                 group.create_task(work())
         await self._finish(claim, "completed")
 
-    async def _answer(self, claim: BatchClaim, line: BatchLine, turn: Turn) -> None:
+    async def _answer(self, claim: BatchClaim, line: BatchLine, turn: BatchTurn) -> None:
         """Make one request and write its answer. Wait while there is no room for it."""
         batch = claim.batch
         body = {**line.body, "service_tier": "flex"}

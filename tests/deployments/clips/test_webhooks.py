@@ -22,7 +22,7 @@ from standardwebhooks import Webhook as Verifier
 
 from deployments.clips import deliveries
 from deployments.clips.deliveries import WebhookSender
-from deployments.clips.webhooks import KeyWebhook, Webhook, WebhookSettings, is_public
+from deployments.clips.webhooks import KeyWebhook, Webhook, WebhookSettings, is_public, signature
 from deployments.database.database import Database
 from deployments.database.tables import DeliveryRow
 from engines.gang.errors import GangBrokenError
@@ -148,7 +148,7 @@ async def test_an_unexpected_error_ends_neither_the_sender_nor_the_attempts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     receiver = Receiver(200)
-    take, sign = WebhookSender._take, deliveries.signature
+    take, sign = WebhookSender._take, signature
     errors = {"take": [RuntimeError("take")], "sign": [RuntimeError("sign")]}
 
     async def take_later(sender: WebhookSender) -> DeliveryRow | None:
@@ -162,7 +162,7 @@ async def test_an_unexpected_error_ends_neither_the_sender_nor_the_attempts(
         return sign(*args)
 
     monkeypatch.setattr(WebhookSender, "_take", take_later)
-    monkeypatch.setattr(deliveries, "signature", sign_later)
+    monkeypatch.setattr("deployments.clips.deliveries.signature", sign_later)
     async with listening(receiver) as webhook, running(FakeService(), tmp_path, webhooks=LOCAL) as clips:
         await clips.submit(REQUEST, "1", webhook=webhook)
         await receiver.has_heard(1)

@@ -18,7 +18,7 @@ from deployments.usage import keeper as keepers
 from deployments.usage.accounts import Accounts
 from deployments.usage.api_keys import hash_of
 from deployments.usage.keeper import LEASE_S, AccountKeeper, AccountsUnavailableError, Keeper
-from deployments.usage.quotas import KeyLimits, LimitReachedError
+from deployments.usage.quotas import Balance, KeyLimits, LimitReachedError
 from tests.deployments.usage.conftest import MINE, SetTime
 from tests.support.patience import PATIENCE_S
 
@@ -286,15 +286,15 @@ async def test_a_report_that_fails_is_repeated(pair: Pair, line: Line) -> None:
 @pytest.mark.parametrize("error", [ActorDiedError(), ObjectLostError("ref", None, "")])
 async def test_a_call_that_is_lost_is_repeated(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     monkeypatch.setattr(deployed_keeper, "RETRY_S", 0.0)
-    errors = [error]
+    errors, balance = [error], Balance(since=0, num_requests=1, gpu_s=2.0)
 
-    async def report(*args: Any) -> str:
+    async def report(*args: Any) -> dict[str, Balance]:
         if errors:
             raise errors.pop()
-        return "balances"
+        return {MINE: balance}
 
     handle: Any = SimpleNamespace(report=SimpleNamespace(remote=report))
-    assert await deployed_keeper.DeployedKeeper(handle).report("first", {}) == "balances"
+    assert await deployed_keeper.DeployedKeeper(handle).report("first", {}) == {MINE: balance}
 
 
 async def test_a_fault_of_the_keeper_is_raised() -> None:
