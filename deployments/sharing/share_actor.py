@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from deployments.config import ShareConfig
 from deployments.model_config import ModelConfig
 from engines.gang.placement import shared_bundles
-from engines.gang.share_group import GANG, ShareGroup, ShareOrder, ShareReport
+from engines.gang.share_group import GANG, SILENT_S, ShareGroup, ShareOrder, ShareReport
 
 NAMESPACE = "troupe"
 POLL_S, FORESEE_EVERY_S = 2.0, 0.5
@@ -88,7 +88,7 @@ class ShareActor:
         """Reports that wait for an answer, by token."""
         self._watch: asyncio.Task[None] | None = None
         if is_restarted:  # perhaps no member is left to call it
-            self._used_s += GATHER_S
+            self._used_s += SILENT_S
             self._watch = asyncio.create_task(self._end_when_unused())
 
     async def bundles(self) -> PlacementGroup:

@@ -139,7 +139,7 @@ async def test_an_arbiter_that_was_restarted_without_members_frees_the_gpus(
 ) -> None:
     ended = asyncio.Event()
     freed = list[object]()
-    monkeypatch.setattr(share_actor, "GATHER_S", 0.0)
+    monkeypatch.setattr(share_actor, "SILENT_S", 0.0)
     monkeypatch.setattr(share_actor, "UNUSED_S", 0.01)
     monkeypatch.setattr(ShareSpec, "actor_name", "gpus")
     monkeypatch.setattr(share_actor, "get_placement_group", lambda name: name)
