@@ -163,15 +163,24 @@ class ShareActor:
                 await self._changed.wait()
 
     async def _end_when_unused(self) -> None:
+        while True:
+            await self._wait_until_unused()
+            logger.info("no model uses the share group any more", extra={"share": self._spec.name})
+            try:
+                with suppress(ValueError):  # there is none
+                    remove_placement_group(get_placement_group(self._spec.actor_name))
+                ray.kill(ray.get_runtime_context().current_actor)
+                return
+            except Exception:  # Ray's head may be away for a while
+                logger.exception("a share group could not be freed", extra={"share": self._spec.name})
+            self._used_s = time.monotonic()
+
+    async def _wait_until_unused(self) -> None:
         while time.monotonic() - self._used_s < UNUSED_S:
             await asyncio.sleep(UNUSED_S / 4)
             self._group.settle(time.monotonic())
             if self._num_waiting or not self._group.is_empty:
                 self._used_s = time.monotonic()
-        logger.info("no model uses the share group any more", extra={"share": self._spec.name})
-        with suppress(ValueError):  # there is none
-            remove_placement_group(get_placement_group(self._spec.actor_name))
-        ray.kill(ray.get_runtime_context().current_actor)
 
 
 def share_actor(spec: ShareSpec) -> Any:

@@ -137,13 +137,19 @@ async def test_an_arbiter_that_was_restarted_hears_all_members_first(
 async def test_an_arbiter_that_was_restarted_without_members_frees_the_gpus(
     start_actor: StartActor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended = asyncio.Event()
-    freed = list[object]()
+    ended, freed = asyncio.Event(), list[object]()
+    errors = [RuntimeError("Ray's head does not answer")]
+
+    def remove(group: object) -> None:
+        if errors:
+            raise errors.pop()
+        freed.append(group)
+
     monkeypatch.setattr(share_actor, "SILENT_S", 0.0)
     monkeypatch.setattr(share_actor, "UNUSED_S", 0.01)
     monkeypatch.setattr(ShareSpec, "actor_name", "gpus")
     monkeypatch.setattr(share_actor, "get_placement_group", lambda name: name)
-    monkeypatch.setattr(share_actor, "remove_placement_group", freed.append)
+    monkeypatch.setattr(share_actor, "remove_placement_group", remove)
     monkeypatch.setattr(ray, "kill", lambda actor: ended.set())
     start_actor(True)
     async with asyncio.timeout(PATIENCE_S):
