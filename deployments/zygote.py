@@ -204,6 +204,8 @@ class Zygote:
 
     def _lose_shim(self, connection: socket.socket) -> None:
         """Kill the worker of a shim that ended: Ray takes the shim for the worker."""
+        if connection.fileno() < 0:  # the worker ended just before, and ``_reap`` has closed it
+            return
         self._selector.unregister(connection)
         for pid, held in self._workers.items():
             if held is connection:

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from sqlalchemy import ScalarSelect, Select, delete, func, literal, or_, select, true, update
+from sqlalchemy import ColumnElement, ScalarSelect, Select, delete, func, literal, or_, select, true, update
 
 from deployments.database.database import Database, first_free, insert_into, row_of
 from deployments.database.tables import BatchRow, FileRow
@@ -160,7 +160,7 @@ class BatchStore:
         values = {"id": batch.id, "key_hash": key_hash, "status": batch.status, "record_json": to_json(batch)}
         async with self.database.engine.begin() as connection:
             insert = insert_into(BatchRow, self.database.engine)
-            await connection.execute(insert.values(**values, owner="", lease_until_s=0.0))
+            await connection.execute(insert.values(**values, owner="", lease_until_s=batch.created_at))
 
     async def get(self, batch_id: str, key_hash: str | None) -> BatchRecord | None:
         found = await self._batches(BatchRow.id == batch_id, key_hash, 1)
@@ -187,10 +187,10 @@ class BatchStore:
             await connection.execute(cancelled.values(status="cancelling"))
 
     async def take(self) -> BatchClaim | None:
-        """Claim the oldest batch that is open and that no other replica works on."""
+        """Claim the open batch that no other replica works on, and that has waited for longest."""
         now_s, owner = time.time(), secrets.token_hex(16)
-        is_free = (BatchRow.status.in_(OPEN), or_(BatchRow.owner == "", BatchRow.lease_until_s < now_s))
-        take = update(BatchRow).where(BatchRow.number == first_free(BatchRow.number, *is_free))
+        longest = first_free(BatchRow.number, *_is_free(now_s), by=BatchRow.lease_until_s)
+        take = update(BatchRow).where(BatchRow.number == longest)
         take = take.values(owner=owner, lease_until_s=now_s + self.lease_s)
         columns = (BatchRow.status, BatchRow.record_json, BatchRow.key_hash)
         row = await row_of(self.database.engine, take.returning(*columns))
@@ -221,14 +221,25 @@ class BatchStore:
         async with self.database.engine.begin() as connection:
             await connection.execute(delete(BatchRow).where(*old))
 
-    async def give_back(self, claim: BatchClaim) -> None:
-        await self._write(claim, owner="")
+    async def is_any_free(self) -> bool:
+        """Return whether there is an open batch that no replica works on."""
+        async with self.database.engine.connect() as connection:
+            return await connection.scalar(select(BatchRow.number).where(*_is_free(time.time())).limit(1)) is not None
+
+    async def give_back(self, claim: BatchClaim, *, is_last: bool = False) -> None:
+        """Leave the batch to others: in the order of creation, or behind all that wait if it ``is_last``."""
+        await self._write(claim, owner="", lease_until_s=time.time() if is_last else claim.batch.created_at)
 
     async def _write(self, claim: BatchClaim, *unless: str, **values: Any) -> str | None:
         mine = (BatchRow.id == claim.batch.id, BatchRow.owner == claim.owner, BatchRow.status.not_in(unless))
         written = update(BatchRow).where(*mine).values(**values).returning(BatchRow.status)
         row = await row_of(self.database.engine, written)
         return None if row is None else row.status
+
+
+def _is_free(now_s: float) -> tuple[ColumnElement[bool], ...]:
+    """Return the conditions of a batch that waits: since ``lease_until_s``."""
+    return BatchRow.status.in_(OPEN), or_(BatchRow.owner == "", BatchRow.lease_until_s < now_s)
 
 
 def _stored_bytes(key_hash: str) -> ScalarSelect[int]:

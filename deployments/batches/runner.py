@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
@@ -31,6 +31,8 @@ MAX_WAIT_S = 30.0
 """Longest time between two attempts at a request that was refused for lack of room."""
 REFUSED = (429, 503)
 """Statuses after which a request is sent again."""
+TURN_S = 60.0
+"""Time without room for any request after which a batch leaves its turn to the next one that waits."""
 ORPHAN_S = 3600.0
 """Time for which content without a record stays, since its record may be on its way. Interval of deletions."""
 CONTENT = ("file-", "batch_")
@@ -59,6 +61,24 @@ class BatchLine:
         """JSON body of the request."""
         body: Mapping[str, Any] = json_value(self.text)["body"]
         return body
+
+
+@dataclass(kw_only=True, slots=True)
+class BatchTurn:
+    """The requests of a batch since it was claimed."""
+
+    num_open: int = 0
+    """Requests that are made or wait for room."""
+    num_refused: int = 0
+    """Those that wait for room."""
+    answered_s: float = field(default_factory=time.monotonic)
+    """Time of the last answer that is no refusal."""
+
+    @property
+    def is_over(self) -> bool:
+        """True if there was room for none of them during ``TURN_S``."""
+        is_stuck = 0 < self.num_open == self.num_refused
+        return is_stuck and time.monotonic() > self.answered_s + TURN_S
 
 
 class BatchRunner:
@@ -106,8 +126,9 @@ class BatchRunner:
     async def _work(self, claim: BatchClaim) -> None:
         logger.info("a batch is worked on", extra={"batch_id": claim.batch.id, "status": claim.batch.status})
         try:
-            working = asyncio.create_task(self._make(claim))
-            watching = asyncio.create_task(self._watch(claim))
+            turn = BatchTurn()
+            working = asyncio.create_task(self._make(claim, turn))
+            watching = asyncio.create_task(self._watch(claim, turn))
             try:
                 await asyncio.wait((working, watching), return_when=asyncio.FIRST_COMPLETED)
                 if working.done():
@@ -116,27 +137,35 @@ class BatchRunner:
             finally:
                 await cancel(working, watching)
             reason = watching.result()
-            if reason is not None:
+            if reason == "no room":
+                await self._store.give_back(claim, is_last=True)
+            elif reason is not None:
                 await self._finish(claim, reason)
         except asyncio.CancelledError:
             await to_the_end(self._store.give_back(claim))
             raise
 
-    async def _watch(self, claim: BatchClaim) -> str | None:
-        """Renew the lease. Return how the batch ends before its work is done; None if the lease is lost."""
+    async def _watch(self, claim: BatchClaim, turn: BatchTurn) -> str | None:
+        """Renew the lease. Return how the batch ends before its work is done; None if the lease is lost.
+
+        "no room" if another batch is to have its turn.
+        """
         while True:
             if time.time() > claim.batch.expires_at:
                 return "expired"
             try:
                 status = await self._store.renew(claim)
+                is_next = turn.is_over and await self._store.is_any_free()
             except Exception:
                 logger.warning("a batch's record could not be written", exc_info=True)
             else:
                 if status is None or status == "cancelling":
                     return None if status is None else "cancelled"
+                if is_next:
+                    return "no room"
             await asyncio.sleep(min(self._poll_s, self._store.lease_s / 3))
 
-    async def _make(self, claim: BatchClaim) -> None:
+    async def _make(self, claim: BatchClaim, turn: BatchTurn) -> None:
         batch = claim.batch
         if batch.status == "cancelling":
             await self._finish(claim, "cancelled")
@@ -156,14 +185,16 @@ class BatchRunner:
 
         async def work() -> None:
             for line in left:
-                await self._answer(claim, line)
+                turn.num_open += 1
+                await self._answer(claim, line, turn)
+                turn.num_open -= 1
 
         async with asyncio.TaskGroup() as group:
             for _ in range(NUM_RUNNING):
                 group.create_task(work())
         await self._finish(claim, "completed")
 
-    async def _answer(self, claim: BatchClaim, line: BatchLine) -> None:
+    async def _answer(self, claim: BatchClaim, line: BatchLine, turn: BatchTurn) -> None:
         """Make one request and write its answer. Wait while there is no room for it."""
         batch = claim.batch
         body = {**line.body, "service_tier": "flex"}
@@ -171,10 +202,16 @@ class BatchRunner:
             status, headers, answer = await self._send(batch.endpoint, claim.key_hash, body, f"{batch.id}:{line.index}")
             if status not in REFUSED:
                 break
+            turn.num_refused += 1
             await asyncio.sleep(min(MAX_WAIT_S, float(headers.get("retry-after", 1))))
+            turn.num_refused -= 1
+        turn.answered_s = time.monotonic()
         response = {"status_code": status, "request_id": headers.get("x-request-id", ""), "body": answer}
         is_good = status < 300 and not (isinstance(answer, dict) and answer.get("status") == "failed")
         result = {"id": f"batch_req_{uuid4().hex}", "custom_id": line.custom_id, "response": response, "error": None}
+        await finish(self._keep(batch, line, result, is_good=is_good))  # else what was made would be lost
+
+    async def _keep(self, batch: BatchRecord, line: BatchLine, result: Mapping[str, Any], *, is_good: bool) -> None:
         name = f"{batch.id}/{line.index:05}.{'out' if is_good else 'err'}"
         await asyncio.to_thread(self._contents.write, name, json.dumps(result).encode() + b"\n")
         if is_good:

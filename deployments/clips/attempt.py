@@ -8,7 +8,7 @@ import time
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
-from deployments.asyncio_tools import EndedError, finish, unless
+from deployments.asyncio_tools import EndedError, finish, to_the_end, unless
 from deployments.clips.database import ClipError
 from deployments.clips.eta import learn_clip
 from deployments.clips.objects import ClipObjects
@@ -83,7 +83,7 @@ class Attempt:
             logger.info("clip was deleted or taken over", extra={"clip_id": clip.id})
             await self._clean()
         except asyncio.CancelledError:
-            await self.claims.give_back(self.claim, wait_s=0, counts=False)
+            await to_the_end(self.claims.give_back(self.claim, wait_s=0, counts=False))
             raise
         except Exception as failure:
             if self.admission is None or self.admission.done():

@@ -47,6 +47,8 @@ class WebhookSender:
                         task.add_done_callback(self._sending.discard)
                 except UNAVAILABLE as error:
                     logger.warning("webhooks wait for the database: %s", error)
+                except Exception:  # later ones are to be sent
+                    logger.exception("no webhook could be taken")
                 await asyncio.sleep(self._poll_s)
         finally:
             await cancel(*self._sending)
@@ -96,7 +98,8 @@ class WebhookSender:
         import httpx
 
         try:
-            parts, address = await self._settings.resolve(row.url)
+            async with asyncio.timeout(ANSWER_WITHIN_S):
+                parts, address = await self._settings.resolve(row.url)
             url = httpx.URL(row.url).copy_with(host=address)  # the address that was checked: names may change
             now = int(time.time())
             headers = {
@@ -115,4 +118,7 @@ class WebhookSender:
             ):
                 return "" if answer.is_success else str(answer.status_code)
         except (httpx.HTTPError, httpx.InvalidURL, OSError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+        except Exception as error:
+            logger.exception("a webhook could not be sent", extra={"delivery_id": row.id})
             return f"{type(error).__name__}: {error}"

@@ -12,8 +12,10 @@ import re
 import socket
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from fnmatch import fnmatchcase
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from urllib.parse import SplitResult, urlsplit
 
@@ -27,6 +29,8 @@ GLOBAL_UNICAST = ip_network("2000::/3")
 """All public IPv6 addresses (RFC 4291, section 2.4); Python takes some others for public as well."""
 NAT64 = ip_network("64:ff9b::/96")
 """IPv4 addresses behind a translator (RFC 6052), which may reach private ones."""
+LOOKUPS = ThreadPoolExecutor(4, "webhook-lookup")
+"""Threads that wait for name servers. The event loop's own threads serve files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,8 +109,8 @@ class WebhookSettings:
         """Return the parts of ``url`` and the address to connect to. ValueError if one of its addresses is private."""
         parts = self._split(url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        loop = asyncio.get_running_loop()
-        found = await loop.getaddrinfo(parts.hostname, port, type=socket.SOCK_STREAM)
+        look_up = partial(socket.getaddrinfo, parts.hostname, port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().run_in_executor(LOOKUPS, look_up)
         addresses = [ip_address(str(one[4][0]).partition("%")[0]) for one in found]
         for address in addresses:
             is_own = any(address in ip_network(network) for network in self.networks)

@@ -83,12 +83,12 @@ def insert_into(table: type[Base], engine: AsyncEngine) -> sqlite.Insert | postg
 
 
 def first_free(key: InstrumentedAttribute[T], *conditions: ColumnElement[bool], by: Any = None) -> ScalarSelect[T]:
-    """Return the ``key`` of the first row that fulfils ``conditions``, in the order ``by`` (None: of ``key``).
+    """Return the ``key`` of the first row that fulfils ``conditions``, in the order ``by``, then of ``key``.
 
     It is for an UPDATE that takes this row. SQLite has one writer at a time; PostgreSQL hands each of several takers
     another row, and none waits.
     """
-    first = select(key).where(*conditions).order_by(key if by is None else by).limit(1)
+    first = select(key).where(*conditions).order_by(*((key,) if by is None else (by, key))).limit(1)
     return first.with_for_update(skip_locked=True).scalar_subquery()
 
 

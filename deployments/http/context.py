@@ -140,11 +140,15 @@ class ApiContext:
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self.unpacking, unpack, sources, self.settings, form_of)
 
-    async def enhanced(self, request: Request, asked: MediaRequest) -> MediaRequest:
-        """Return what ``request`` asked for, its prompt rewritten if that is wanted. ClientGoneError ends the wait."""
+    async def enhanced(self, request: Request, asked: MediaRequest, num: int = 1) -> MediaRequest:
+        """Return what ``request`` asked for, its prompt rewritten if that is wanted. ClientGoneError ends the wait.
+
+        Meanwhile, ``num`` pictures of the key count as under way: see ``KeyLimitGuard.taken`` for the errors.
+        """
         if not asked.enhance_prompt:
             return asked
-        return await until_disconnect(request.receive, self.enhancers.enhanced(asked))
+        async with self.key_limits.taken(asked.key, num):  # else a key takes the connections of all others
+            return await until_disconnect(request.receive, self.enhancers.enhanced(asked))
 
     async def check_ready(self, model: str) -> float:
         """Return in how many seconds ``model`` begins new work, 0 while it is ready.

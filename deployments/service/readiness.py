@@ -58,6 +58,7 @@ class Readiness:
         """Models of which a deployment has no replica that runs, whether it takes requests or not."""
         self._asked_s = self._lost_s = -math.inf
         self._asking: asyncio.Task[None] | None = None
+        self._saving: asyncio.Task[None] | None = None
         self._controller = OneThread(application_status)
 
     async def not_ready(self, max_age_s: float = STATUS_MAX_AGE_S) -> Mapping[str, str]:
@@ -102,8 +103,8 @@ class Readiness:
             if status is not None and status.deployments:  # else there is no controller, or a new version is built
                 has_started = self._note(find_reasons(status, self._models, self._on_demand))
                 self._look_for_replicas(status)
-                if has_started:
-                    await asyncio.to_thread(self._start_times.save)
+                if has_started:  # in the background: a network disk may never answer
+                    self._saving = asyncio.create_task(asyncio.to_thread(self._start_times.save))
         except Exception as error:  # of Ray, Serve or its schema: whatever an actor that is gone looks like
             logger.warning("Serve's controller gives no answer: %r", error)
         finally:

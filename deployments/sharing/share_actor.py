@@ -23,7 +23,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from deployments.config import ShareConfig
 from deployments.model_config import ModelConfig
 from engines.gang.placement import shared_bundles
-from engines.gang.share_group import GANG, ShareGroup, ShareOrder, ShareReport
+from engines.gang.share_group import GANG, SILENT_S, ShareGroup, ShareOrder, ShareReport
 
 NAMESPACE = "troupe"
 POLL_S, FORESEE_EVERY_S = 2.0, 0.5
@@ -85,7 +85,11 @@ class ShareActor:
         """Calls that wait for the placement group."""
         self._changed = asyncio.Event()
         self._newest: dict[str, ShareReport] = {}
+        """Reports that wait for an answer, by token."""
         self._watch: asyncio.Task[None] | None = None
+        if is_restarted:  # perhaps no member is left to call it
+            self._used_s += SILENT_S
+            self._watch = asyncio.create_task(self._end_when_unused())
 
     async def bundles(self) -> PlacementGroup:
         """Return the placement group of all gangs, once Ray has reserved it."""
@@ -115,17 +119,21 @@ class ShareActor:
         """Take note of ``report`` and return an order. A newer report of the same process ends the wait."""
         self._watch = self._watch or asyncio.create_task(self._end_when_unused())
         begun_s, self._newest[report.token] = time.monotonic(), report
-        order = self._group.hear(report, begun_s)
-        self._notify()
-        while order.state == report.state and self._newest.get(report.token) is report:
-            now_s, end_s = time.monotonic(), begun_s + self._poll_s(report)
-            if now_s >= end_s:
-                break
-            next_s = self._group.next_s(now_s)
-            await self._wait(min(end_s - now_s, POLL_S if next_s is None else max(0.01, next_s)))
-            self._group.settle(time.monotonic())
-            order = self._group.order(report, time.monotonic())
-        return order
+        try:
+            order = self._group.hear(report, begun_s)
+            self._notify()
+            while order.state == report.state and self._newest.get(report.token) is report:
+                now_s, end_s = time.monotonic(), begun_s + self._poll_s(report)
+                if now_s >= end_s:
+                    break
+                next_s = self._group.next_s(now_s)
+                await self._wait(min(end_s - now_s, POLL_S if next_s is None else max(0.01, next_s)))
+                self._group.settle(time.monotonic())
+                order = self._group.order(report, time.monotonic())
+            return order
+        finally:
+            if self._newest.get(report.token) is report:
+                del self._newest[report.token]
 
     def _poll_s(self, report: ShareReport) -> float:
         foresees = report.stage == GANG and report.state == "asleep" and self._group.has_work
@@ -155,15 +163,24 @@ class ShareActor:
                 await self._changed.wait()
 
     async def _end_when_unused(self) -> None:
+        while True:
+            await self._wait_until_unused()
+            logger.info("no model uses the share group any more", extra={"share": self._spec.name})
+            try:
+                with suppress(ValueError):  # there is none
+                    remove_placement_group(get_placement_group(self._spec.actor_name))
+                ray.kill(ray.get_runtime_context().current_actor)
+                return
+            except Exception:  # Ray's head may be away for a while
+                logger.exception("a share group could not be freed", extra={"share": self._spec.name})
+            self._used_s = time.monotonic()
+
+    async def _wait_until_unused(self) -> None:
         while time.monotonic() - self._used_s < UNUSED_S:
             await asyncio.sleep(UNUSED_S / 4)
             self._group.settle(time.monotonic())
             if self._num_waiting or not self._group.is_empty:
                 self._used_s = time.monotonic()
-        logger.info("no model uses the share group any more", extra={"share": self._spec.name})
-        with suppress(ValueError):  # there is none
-            remove_placement_group(get_placement_group(self._spec.actor_name))
-        ray.kill(ray.get_runtime_context().current_actor)
 
 
 def share_actor(spec: ShareSpec) -> Any:

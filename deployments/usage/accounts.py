@@ -129,8 +129,9 @@ class Accounts:
             statements = {key: self._accounts[key].statement(self._clock()) for key in keys}
             try:
                 await self._keeper.report(self._replica, statements)
-            except AccountsUnavailableError as error:
-                logger.warning("what keys have used cannot be reported: %s", error)
+            except Exception as error:  # what was not reported counts as under way for ever
+                is_expected = isinstance(error, AccountsUnavailableError)
+                logger.warning("what keys have used cannot be reported: %s", error, exc_info=not is_expected)
                 self._unreported |= keys
                 self._news.set()
                 await asyncio.sleep(RETRY_S)

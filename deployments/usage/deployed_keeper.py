@@ -7,8 +7,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ray.exceptions import RayActorError
-from ray.serve.exceptions import DeploymentUnavailableError
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from deployments.replicas import prepare_replica
@@ -55,7 +55,9 @@ class DeployedKeeper:
             try:
                 async with asyncio.timeout(give_up_s - time.monotonic()):
                     return await getattr(self._handle, method).remote(*args)
-            except (RayActorError, DeploymentUnavailableError, TimeoutError) as error:
+            except RayTaskError:  # the keeper's own
+                raise
+            except (RayError, RayServeException, TimeoutError) as error:
                 if time.monotonic() + RETRY_S > give_up_s:
                     raise AccountsUnavailableError(
                         "the limits of this key are unknown for a moment; try again"

@@ -66,6 +66,7 @@ class Gang:
         """Called after each new job."""
         self._ranks = ranks
         self._clock = clock
+        self._closed = asyncio.Event()
         self._driver = Driver(config, ranks, team_sizes, model, clock, step_times)
         self._driver.start()
 
@@ -246,7 +247,10 @@ class Gang:
         self._driver.hand_on()
 
     async def close(self) -> None:
-        """Fail the jobs that are open, release engines, then communicators, then end the rank processes."""
+        """Fail the jobs that are open, release engines, then communicators, then end the rank processes.
+
+        A second call returns when the first one does.
+        """
         if self.broken is None:
             self._driver.stop(GangBrokenError("the gang is closed", "closed"))
             try:
@@ -255,7 +259,10 @@ class Gang:
             except Exception as error:
                 logger.warning("ranks did not close in order: %s", error)
             finally:  # also if the replica is cancelled meanwhile
+                self._closed.set()
                 kill_ranks(self._ranks)
+        elif not self._is_broken:
+            await self._closed.wait()
 
     @property
     def _is_broken(self) -> bool:

@@ -207,6 +207,16 @@ def test_a_worker_dies_with_its_shim(directory: str) -> None:
     wait_until(lambda: not psutil.pid_exists(worker), "the worker is gone")
 
 
+def test_a_zygote_that_hears_of_the_ends_of_a_worker_and_its_shim_at_once_goes_on() -> None:
+    code = (
+        "import os, socket, deployments.zygote as z; z.IDLE_S = 0.0; listeners, (held, shim) = socket.socketpair(), "
+        "socket.socketpair(); zygote = z.Zygote(listeners[0], None, {}); pid = os.posix_spawn('/bin/true', ['-'], {}); "
+        "zygote._workers[pid] = held; zygote._selector.register(held, z.selectors.EVENT_READ, zygote._lose_shim); "
+        "os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT); shim.close(); zygote.run(); assert held.fileno() == -1"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
 @pytest.mark.parametrize("is_stopped", [True, False])
 def test_a_worker_that_is_stopped_for_good_is_killed(is_stopped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sleeping worker is not killed."""

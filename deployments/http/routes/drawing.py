@@ -61,7 +61,8 @@ async def draw(
         gang_in_s = await context.check_ready(resolved.card.name)
         if pictures.first.enhance_prompt:
             context.admission.check_place(pictures.first.model, gang_in_s)
-            pictures = pictures.with_prompt_of(await context.enhanced(request, pictures.first))
+            enhanced = await context.enhanced(request, pictures.first, len(pictures.requests))
+            pictures = pictures.with_prompt_of(enhanced)
         drawing = Drawing(
             context=context, pictures=pictures, request_id=requester.request_id, gang_in_s=gang_in_s, turn=turn
         )

@@ -163,6 +163,31 @@ async def test_a_clip_that_is_taken_over_from_oneself_at_the_stop_is_queued_agai
     assert (record.status, record.attempts) == ("queued", 1)
 
 
+async def test_a_clip_that_is_stopped_twice_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server may be told to drain, and end meanwhile."""
+    service, give_back = FakeService(step_s=1000), Claims.give_back
+    is_ending, may_end = asyncio.Event(), asyncio.Event()
+
+    async def give_back_slowly(*arguments: Any, **options: Any) -> bool:
+        is_ending.set()
+        await may_end.wait()
+        return await give_back(*arguments, **options)
+
+    monkeypatch.setattr(Claims, "give_back", give_back_slowly)
+    async with running(service, tmp_path) as clips:
+        record = await clips.submit(REQUEST, "1")
+        await started(service)
+        stopping = asyncio.create_task(clips.stop())
+        async with asyncio.timeout(PATIENCE_S):
+            await is_ending.wait()
+        asyncio.get_running_loop().call_later(0.1, may_end.set)
+        await clips.stop()
+        await stopping
+    async with running(FakeService(reasons={"fake-clips": "not now"}), tmp_path) as clips:
+        record = await the(clips, record.id)
+    assert (record.status, record.attempts) == ("queued", 0)
+
+
 KILLED = """
     import asyncio, os, pathlib, sys
     sys.path.insert(0, {root!r})

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from ipaddress import ip_address
 from pathlib import Path
@@ -19,7 +22,8 @@ from standardwebhooks import Webhook as Verifier
 
 from deployments.clips import deliveries
 from deployments.clips.deliveries import WebhookSender
-from deployments.clips.webhooks import KeyWebhook, Webhook, WebhookSettings, is_public
+from deployments.clips.webhooks import KeyWebhook, Webhook, WebhookSettings, is_public, signature
+from deployments.database.database import Database
 from deployments.database.tables import DeliveryRow
 from engines.gang.errors import GangBrokenError
 from tests.deployments.clips.support.runs import REQUEST, ended, running
@@ -138,6 +142,51 @@ async def test_what_another_replica_was_sending_when_it_died_is_sent(
         monkeypatch.setattr(WebhookSender, "_take", sends)
         await receiver.has_heard(1)
     assert receiver.events[0]["data"]["id"] == record.id
+
+
+async def test_an_unexpected_error_ends_neither_the_sender_nor_the_attempts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = Receiver(200)
+    take, sign = WebhookSender._take, signature
+    errors = {"take": [RuntimeError("take")], "sign": [RuntimeError("sign")]}
+
+    async def take_later(sender: WebhookSender) -> DeliveryRow | None:
+        if errors["take"]:
+            raise errors["take"].pop()
+        return await take(sender)
+
+    def sign_later(*args: Any) -> str:
+        if errors["sign"]:
+            raise errors["sign"].pop()
+        return sign(*args)
+
+    monkeypatch.setattr(WebhookSender, "_take", take_later)
+    monkeypatch.setattr("deployments.clips.deliveries.signature", sign_later)
+    async with listening(receiver) as webhook, running(FakeService(), tmp_path, webhooks=LOCAL) as clips:
+        await clips.submit(REQUEST, "1", webhook=webhook)
+        await receiver.has_heard(1)
+    assert errors == {"take": [], "sign": []}
+
+
+async def test_names_that_are_not_found_delay_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, resolve = threading.Event(), socket.getaddrinfo
+
+    def wait(*args: Any, **options: Any) -> Any:
+        answers.wait(PATIENCE_S)
+        return resolve(*args, **options)
+
+    monkeypatch.setattr(deliveries, "ANSWER_WITHIN_S", 0.05)
+    asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+    row = DeliveryRow(id="msg_1", url="https://localhost/", secret=SECRET, body="{}")
+    monkeypatch.setattr(socket, "getaddrinfo", wait)
+    try:
+        sender = WebhookSender(Database(f"sqlite:///{tmp_path}/jobs.sqlite3"), LOCAL, 1.0)
+        async with asyncio.timeout(PATIENCE_S / 2):
+            assert (await sender._problem(row)).startswith("TimeoutError")
+            assert await asyncio.to_thread(int, 1) == 1
+    finally:
+        answers.set()
 
 
 async def test_private_addresses_are_refused_when_it_is_sent() -> None:

@@ -22,6 +22,7 @@ from deployments.requests.enhancer_config import PromptEnhancerConfig
 from deployments.requests.fields import MAX_PROMPT_CHARS
 from deployments.requests.handle import handle_request
 from deployments.requests.prompt_enhancer import MAX_ANSWER_BYTES, PromptEnhancers, prompt_in
+from deployments.usage.quotas import KeyLimits
 from pipelines.media.metadata import MetadataWriter, settings_in
 from tests.deployments.http.conftest import build, client_of, serving
 from tests.deployments.http.routes.test_images import IMAGES
@@ -247,6 +248,22 @@ async def test_an_enhancer_leaves_time_until_the_deadline(endpoint: ChatEndpoint
 
 def has(entries: Sized, num: int) -> bool:
     return len(entries) == num
+
+
+@pytest.mark.parametrize(("path", "body"), [(IMAGES, ASKS), (IMAGES, {**ASKS, "stream": True}), ("/v1/videos", ASKS)])
+async def test_a_key_at_its_limit_does_not_reach_the_endpoint(
+    service: FakeService, endpoint: ChatEndpoint, tmp_path: Path, path: str, body: dict[str, Any]
+) -> None:
+    """Its requests would take the connections of all others."""
+    endpoint.status = HANGS
+    rewriters, limits = enhancers(endpoint, service, timeout_s=120.0), (KeyLimits(max_concurrent=2),)
+    async with client_of(build(service, tmp_path, enhancers=rewriters, key_limits=limits)) as client:
+        waiting = [asyncio.create_task(client.post(path, json=body)) for _ in range(2)]
+        await until(lambda: has(endpoint.bodies, 2))
+        async with asyncio.timeout(PATIENCE_S / 2):
+            assert error_of(await client.post(path, json=body), 429)["code"] == "key_limit"
+        await cancel(*waiting)
+    assert has(endpoint.bodies, 2)
 
 
 async def test_a_client_that_leaves_ends_the_wait(service: FakeService, endpoint: ChatEndpoint, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
+
 import pytest
 from ray.serve._private.common import DeploymentStatus, DeploymentStatusTrigger, ReplicaState
 from ray.serve.schema import DeploymentStatusOverview
@@ -9,6 +12,7 @@ from ray.serve.schema import DeploymentStatusOverview
 from deployments.service import readiness
 from deployments.service.interface import STATUS_MAX_AGE_S
 from deployments.service.readiness import POLL_S, Readiness, takes_requests
+from engines.gang.eta.measured_times import MeasuredTimes
 from tests.deployments.service.support.controller import MODELS, Clock, Controller, settled
 from tests.support.patience import PATIENCE_S
 
@@ -105,6 +109,25 @@ async def test_a_controller_that_does_not_answer_keeps_one_thread_busy(
     controller.may_answer.set()
     monkeypatch.setattr(readiness, "ANSWER_DEADLINE_S", PATIENCE_S)
     assert await settled(models) == {}
+
+
+async def test_a_disk_that_does_not_answer_delays_no_look(
+    controller: Controller, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The time of a start is written to the data directory, which may be on a network."""
+    times, may_write = MeasuredTimes(None, "starts"), threading.Event()
+    monkeypatch.setattr(times, "save", lambda: may_write.wait(PATIENCE_S))
+    models = Readiness(MODELS, start_times=times)
+    controller.is_running = False
+    assert list(await models.not_ready()) == ["m"]
+    clock.now_s += POLL_S + 1.0
+    controller.is_running = True
+    async with asyncio.timeout(PATIENCE_S / 2):
+        assert await settled(models) == {}
+        controller.is_running = False
+        models.gang_lost()
+        assert list(await settled(models)) == ["m"]
+    may_write.set()
 
 
 def overview_of(status: str, trigger: str, states: dict[str, int]) -> DeploymentStatusOverview:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -105,19 +105,56 @@ async def test_a_model_that_has_loaded_outlives_its_arbiter(monkeypatch: pytest.
     assert reports[1] == reports[0]
 
 
-@pytest.mark.parametrize(("is_restarted", "state"), [(False, "loading"), (True, "waiting")])
-async def test_an_arbiter_that_was_restarted_hears_all_members_first(
-    monkeypatch: pytest.MonkeyPatch, is_restarted: bool, state: str
-) -> None:
-    context = SimpleNamespace(was_current_actor_reconstructed=is_restarted)
-    monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+@pytest.fixture
+def start_actor(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], share_actor.ShareActor]:
+    """Return a function that makes an arbiter, restarted or not."""
     monkeypatch.setattr("deployments.replicas.prepare_replica", lambda: None)
     monkeypatch.setattr(share_actor, "POLL_S", 0.0)
-    actor = share_actor.ShareActor(ShareSpec(name="gpus", config=ShareConfig(), models=()))
-    order = await actor.exchange(ShareReport(model="m", stage="denoiser", token="t", state="waiting"))
-    assert order.state == state
+
+    def start(is_restarted: bool) -> share_actor.ShareActor:
+        context = SimpleNamespace(was_current_actor_reconstructed=is_restarted, current_actor="itself")
+        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
+        return share_actor.ShareActor(ShareSpec(name="gpus", config=ShareConfig(), models=()))
+
+    return start
+
+
+StartActor = Callable[[bool], share_actor.ShareActor]
+WAITING = ShareReport(model="m", stage="denoiser", token="t", state="waiting")
+
+
+@pytest.mark.parametrize(("is_restarted", "state"), [(False, "loading"), (True, "waiting")])
+async def test_an_arbiter_that_was_restarted_hears_all_members_first(
+    start_actor: StartActor, is_restarted: bool, state: str
+) -> None:
+    actor = start_actor(is_restarted)
+    assert (await actor.exchange(WAITING)).state == state
+    assert not actor._newest, "members may be killed before they leave"
     assert actor._watch is not None
     await cancel(actor._watch)
+
+
+async def test_an_arbiter_that_was_restarted_without_members_frees_the_gpus(
+    start_actor: StartActor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, freed = asyncio.Event(), list[object]()
+    errors = [RuntimeError("Ray's head does not answer")]
+
+    def remove(group: object) -> None:
+        if errors:
+            raise errors.pop()
+        freed.append(group)
+
+    monkeypatch.setattr(share_actor, "SILENT_S", 0.0)
+    monkeypatch.setattr(share_actor, "UNUSED_S", 0.01)
+    monkeypatch.setattr(ShareSpec, "actor_name", "gpus")
+    monkeypatch.setattr(share_actor, "get_placement_group", lambda name: name)
+    monkeypatch.setattr(share_actor, "remove_placement_group", remove)
+    monkeypatch.setattr(ray, "kill", lambda actor: ended.set())
+    start_actor(True)
+    async with asyncio.timeout(PATIENCE_S):
+        await ended.wait()
+    assert freed == ["gpus"]
 
 
 async def refuse(error: Exception) -> None:

@@ -6,16 +6,19 @@ import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.exceptions import ActorDiedError, ObjectLostError, RayTaskError
 
 from deployments.usage import accounts as accounts_module
+from deployments.usage import deployed_keeper
 from deployments.usage import keeper as keepers
 from deployments.usage.accounts import Accounts
 from deployments.usage.api_keys import hash_of
 from deployments.usage.keeper import LEASE_S, AccountKeeper, AccountsUnavailableError, Keeper
-from deployments.usage.quotas import KeyLimits, LimitReachedError
+from deployments.usage.quotas import Balance, KeyLimits, LimitReachedError
 from tests.deployments.usage.conftest import MINE, SetTime
 from tests.support.patience import PATIENCE_S
 
@@ -28,6 +31,7 @@ class Line:
 
     def __init__(self, keeper: Keeper) -> None:
         self.keeper, self.is_away, self.calls, self.num_open = keeper, False, Counter[str](), 0
+        self.error: Exception = AccountsUnavailableError("away")
 
     def __getattr__(self, method: str) -> Callable[..., Any]:
         async def call(*args: Any) -> Any:
@@ -36,7 +40,8 @@ class Line:
             try:
                 await asyncio.sleep(0)
                 if self.is_away:
-                    raise AccountsUnavailableError("away")
+                    self.calls["lost"] += 1
+                    raise self.error
                 return await getattr(self.keeper, method)(*args)
             finally:
                 self.num_open -= 1
@@ -260,6 +265,45 @@ async def test_without_a_keeper_keys_with_limits_are_refused_and_nothing_is_forg
     assert (await second.used(MINE)).last_minute_s == 2.0
     async with second.taken(MINE, 2):
         pass
+
+
+async def test_a_report_that_fails_is_repeated(pair: Pair, line: Line) -> None:
+    """The keeper would count the picture as under way until the key comes to this replica again."""
+    first, second = pair
+    line.error = RuntimeError("unexpected")
+    async with first.taken(MINE, 2):
+        await settle(first)
+        line.is_away = True
+    async with asyncio.timeout(PATIENCE_S):
+        while not line.calls["lost"]:
+            await asyncio.sleep(0.001)
+    line.is_away = False
+    await settle(first)
+    async with second.taken(MINE, 2):
+        pass
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), ObjectLostError("ref", None, "")])
+async def test_a_call_that_is_lost_is_repeated(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    monkeypatch.setattr(deployed_keeper, "RETRY_S", 0.0)
+    errors, balance = [error], Balance(since=0, num_requests=1, gpu_s=2.0)
+
+    async def report(*args: Any) -> dict[str, Balance]:
+        if errors:
+            raise errors.pop()
+        return {MINE: balance}
+
+    handle: Any = SimpleNamespace(report=SimpleNamespace(remote=report))
+    assert await deployed_keeper.DeployedKeeper(handle).report("first", {}) == {MINE: balance}
+
+
+async def test_a_fault_of_the_keeper_is_raised() -> None:
+    async def report(*args: Any) -> None:
+        raise RayTaskError("report", "", KeyError("key")).as_instanceof_cause()  # type: ignore[no-untyped-call]
+
+    handle: Any = SimpleNamespace(report=SimpleNamespace(remote=report))
+    with pytest.raises(KeyError):
+        await deployed_keeper.DeployedKeeper(handle).report("first", {})
 
 
 async def test_who_leaves_before_the_answer_holds_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,24 @@ async def test_ranks_end_also_where_nobody_waits_for_them_to_close_in_order(monk
     assert killed == ranks
 
 
+async def test_a_second_close_waits_for_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The replica ends after it, and would cut the first short."""
+    killed = list[object]()
+    monkeypatch.setattr(gang_module, "kill_ranks", killed.extend)
+    clock = SetClock()
+    ranks = SetRanks(2, clock).actors
+    closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    ranks[1].close = remote(lambda: closed)
+    gang = Gang(GangConfig(num_ranks=2), ranks, infos=(), team_sizes=(2,), model="twice", clock=clock)
+    first, second = asyncio.ensure_future(gang.close()), asyncio.ensure_future(gang.close())
+    await settled()
+    assert not second.done()
+    closed.set_result(None)
+    await asyncio.gather(first, second)
+    assert killed == ranks
+    await gang.close()
+
+
 async def test_a_gang_that_ends_finishes_what_has_begun_and_hands_on_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gang_module, "kill_ranks", lambda ranks: None)
     clock = SetClock()
