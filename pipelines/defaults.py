@@ -22,7 +22,7 @@ from pipelines.request import (
     keep_audio_fault,
 )
 from pipelines.size import MAX_SIDES, Size, SizeLimits, check_frames, largest_num_frames
-from pipelines.solver import NO_SOLVER_LIMITS, SolverLimits
+from pipelines.solver import NO_SOLVER_LIMITS, SolverLimits, check_guidance
 from pipelines.wording import counted
 
 PICTURES = ("picture", "pictures")
@@ -53,6 +53,8 @@ class Defaults:
     """Default scale of classifier-free guidance; up to 1: none, one branch a step."""
     guidance_offset: float = 0.0
     """Difference of ``true_cfg_scale`` and clients' ``guidance_scale``: 1 where a scale of 0 means no guidance."""
+    takes_guidance: bool = True
+    """Requests may have classifier-free guidance, a ``true_cfg_scale`` above 1."""
     guides_beside_negative: bool = False
     """Without a negative prompt there is no classifier-free guidance, whatever ``true_cfg_scale``; "" is one."""
     size_multiple: int
@@ -309,6 +311,7 @@ class Defaults:
         yield "num_layers", partial(self.check_layers, request.num_layers)
         yield "cache", partial(self.check_cache, request)
         yield "sound", partial(check_sound, request, makes_sound=self.make_sound)
+        yield "true_cfg_scale", partial(check_guidance, request.true_cfg_scale, is_taken=self.takes_guidance)
         yield from self.solver.checks(request.solver, request.true_cfg_scale)
 
     def check_size(self, width: int, height: int) -> None:

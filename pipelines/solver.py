@@ -86,6 +86,15 @@ def check_falling(name: str, values: tuple[float, ...], most: float) -> None:
         raise ValueError(f"{name} is [{given}{more}]: it must fall from at most {most:g} to a last value above 0")
 
 
+def check_guidance(true_cfg_scale: float, *, is_taken: bool) -> None:
+    """Raise ValueError for classifier-free guidance if it is not ``is_taken``: the model's blocks would ignore it."""
+    if true_cfg_scale > 1 and not is_taken:
+        raise ValueError(
+            f"true_cfg_scale is {true_cfg_scale:g}; this model takes no classifier-free guidance and no "
+            "negative_prompt: leave both out"
+        )
+
+
 def predicts_flow(class_name: str | None, config: Mapping[str, Any]) -> bool:
     """Return whether a scheduler of this class and configuration is for flow matching."""
     return "FlowMatch" in str(class_name) or SHIFT in config or bool(config.get("use_flow_sigmas"))

@@ -158,6 +158,7 @@ class CosmosSpec(ModelSpec):
             num_frames=189,
             num_inference_steps=len(sigmas) if sigmas else 35,
             true_cfg_scale=1.0 if sigmas else 6.0,
+            takes_guidance=not sigmas,
             size_multiple=spatial,
             frame_multiple=temporal,
             max_frames=189,

@@ -35,7 +35,7 @@ DOUBLE, SINGLE = "transformer_blocks", "single_transformer_blocks"
 MLPS = ("ff", "ff_context")
 
 
-DEV = replace(PICTURE, guidance_scale=4.0, max_pictures=4, max_tokens=MAX_TOKENS)
+DEV = replace(PICTURE, guidance_scale=4.0, guides_beside_negative=True, max_pictures=4, max_tokens=MAX_TOKENS)
 """The others differ in a few values (from their model cards on the hub)."""
 INPAINTING: Mapping[str, Any] = {
     "takes_mask": True,
@@ -45,7 +45,7 @@ INPAINTING: Mapping[str, Any] = {
 }
 """Only klein has inpainting in diffusers; the strength is its default."""
 KLEIN = replace(DEV, num_inference_steps=4, guidance_scale=0.0, **INPAINTING)
-KLEIN_BASE = replace(DEV, guidance_scale=0.0, true_cfg_scale=4.0, **INPAINTING)
+KLEIN_BASE = replace(DEV, guidance_scale=0.0, true_cfg_scale=4.0, guides_beside_negative=False, **INPAINTING)
 
 
 def _known_defaults(path: Path) -> Defaults:

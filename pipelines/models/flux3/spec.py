@@ -60,7 +60,7 @@ SHARD_PLAN = ShardPlan(
 
 BASE = replace(PICTURE, true_cfg_scale=3.5, max_pictures=4, max_tokens=MAX_TOKENS)
 """Defaults of diffusers' blocks for the base model, and below for the distilled one."""
-DISTILLED = distilled(BASE, 16)
+DISTILLED = replace(distilled(BASE, 16), takes_guidance=False)
 
 
 class Flux3Spec(ModelSpec):

@@ -137,6 +137,7 @@ class Ideogram4Spec(ModelSpec):
             height=2048,
             num_inference_steps=PRESETS[-1].num_steps,
             guidance_scale=SCALE,
+            takes_guidance=False,
             size_multiple=PATCH * vae_scale(path),
             max_tokens=MAX_TOKENS,
         )

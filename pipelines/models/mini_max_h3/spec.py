@@ -184,6 +184,7 @@ class MiniMaxH3Spec(SeveralOutputsSpec):
             fps=RATE,
             num_inference_steps=49,
             true_cfg_scale=1.0,
+            takes_guidance=False,
             size_multiple=vae_scale(path) * patch[-1],
             frame_multiple=1,
             min_frames=120,
