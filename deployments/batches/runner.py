@@ -70,7 +70,7 @@ class BatchTurn:
     num_open: int = 0
     """Requests that are made or wait for room."""
     num_refused: int = 0
-    """Those that wait for room."""
+    """Requests that wait for room; they are open too."""
     answered_s: float = field(default_factory=time.monotonic)
     """Time of the last answer that is no refusal."""
 

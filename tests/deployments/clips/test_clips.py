@@ -138,19 +138,24 @@ async def test_a_clip_that_was_begun_between_two_stops_is_queued_again(tmp_path:
     assert (record.status, record.attempts) == ("queued", 0)
 
 
+def delay_give_back(monkeypatch: pytest.MonkeyPatch) -> tuple[asyncio.Event, asyncio.Event]:
+    """Return an event that is set once a claim is given back, and one that lets this go on."""
+    give_back, begun, may_go_on = Claims.give_back, asyncio.Event(), asyncio.Event()
+
+    async def give_back_slowly(*arguments: Any, **options: Any) -> bool:
+        begun.set()
+        await may_go_on.wait()
+        return await give_back(*arguments, **options)
+
+    monkeypatch.setattr(Claims, "give_back", give_back_slowly)
+    return begun, may_go_on
+
+
 async def test_a_clip_that_is_taken_over_from_oneself_at_the_stop_is_queued_again(
     tmp_path: Path, clock: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its process was paused for longer than a claim lasts, and the earlier attempt takes time to end."""
-    service, give_back = FakeService(step_s=1000), Claims.give_back
-    is_ending, may_end = asyncio.Event(), asyncio.Event()
-
-    async def give_back_slowly(*arguments: Any, **options: Any) -> bool:
-        is_ending.set()
-        await may_end.wait()
-        return await give_back(*arguments, **options)
-
-    monkeypatch.setattr(Claims, "give_back", give_back_slowly)
+    service, (is_ending, may_end) = FakeService(step_s=1000), delay_give_back(monkeypatch)
     async with running(service, tmp_path, max_concurrent_videos=2) as clips:
         record = await clips.submit(REQUEST, "1")
         await started(service)
@@ -165,15 +170,7 @@ async def test_a_clip_that_is_taken_over_from_oneself_at_the_stop_is_queued_agai
 
 async def test_a_clip_that_is_stopped_twice_is_queued_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server may be told to drain, and end meanwhile."""
-    service, give_back = FakeService(step_s=1000), Claims.give_back
-    is_ending, may_end = asyncio.Event(), asyncio.Event()
-
-    async def give_back_slowly(*arguments: Any, **options: Any) -> bool:
-        is_ending.set()
-        await may_end.wait()
-        return await give_back(*arguments, **options)
-
-    monkeypatch.setattr(Claims, "give_back", give_back_slowly)
+    service, (is_ending, may_end) = FakeService(step_s=1000), delay_give_back(monkeypatch)
     async with running(service, tmp_path) as clips:
         record = await clips.submit(REQUEST, "1")
         await started(service)
